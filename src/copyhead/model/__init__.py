@@ -1,0 +1,1 @@
+"""Ground floor: task, network, prior and energy, before anybody solves or samples anything."""

@@ -1,0 +1,61 @@
+"""Layout: which entries of an L x L matrix a symmetry makes equal, and how often each of them occurs.
+
+A matrix in the commutant of a permutation symmetry takes few values. It is stored as an array of shape (R, K): R classes
+of rows, K classes of entries in a row of that class. The full matrix is the layout with R = K = L and every multiplicity
+one, so one code evaluates S(G) on L^2 logits and on two order parameters; L enters the latter as a number, not as a shape.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Layout(NamedTuple):
+    """Multiplicities of the entries of a (compressed) L x L matrix B.
+
+    rows: (R,) number of positions in each row class, scored or not.
+    scored: (R,) number of them that enter the loss.
+    columns: (R, K) number of entries in one row of the class that take the value B[r, k].
+    """
+
+    rows: Float[Array, "R"]
+    scored: Float[Array, "R"]
+    columns: Float[Array, "R K"]
+
+    def row_sums(self, matrix: Float[Array, "R K"]) -> Float[Array, "R"]:
+        """B 1, by row class."""
+        return jnp.sum(self.columns * matrix, axis=-1)
+
+    def column_sums(self, matrix: Float[Array, "R K"]) -> tuple[Float[Array, "C"], Float[Array, "C"]]:
+        """1^T B and the multiplicity of each of its entries.
+
+        For the full matrix these are the L columns; the symmetric layouts have one row class because the symmetry
+        moves every position into every other, so their column sums equal their row sums.
+        """
+        rows, columns = matrix.shape
+        if rows == 1:
+            return self.row_sums(matrix), self.rows
+        if rows != columns:
+            raise ValueError(f"layout of shape {matrix.shape}: column sums are known for one row class or the full matrix")
+        return jnp.sum(matrix, axis=0), self.rows
+
+
+def full(length: int, cyclic: bool = True, dtype: jnp.dtype | None = None) -> Layout:
+    """Every entry for itself; position 0 is not scored unless the task is cyclic."""
+    ones = jnp.ones(length, dtype)
+    scored = ones if cyclic else ones.at[0].set(0)
+    return Layout(ones, scored, jnp.ones((length, length), dtype))
+
+
+def copy(length: Float[Array, ""] | float, scored: Float[Array, ""] | float) -> Layout:
+    """The commutant of the copy task: in every scored row one target entry and L - 1 others.
+
+    An unscored row of logits is zero at its optimum and is left out.
+    """
+    real = jax.dtypes.canonicalize_dtype(float)
+    length, scored = jnp.asarray(length, real), jnp.asarray(scored, real)
+    return Layout(scored[None], scored[None], jnp.stack([jnp.ones_like(length), length - 1])[None])

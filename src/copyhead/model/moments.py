@@ -1,0 +1,110 @@
+"""Token moments S_ij = sum_m x_i^m x_j^mT (V x V each), and their contractions with position or token matrices.
+
+Everything that theory or training needs of the data goes through S, so no cost depends on P once it is there. Two
+kinds stand behind one interface: Empirical (one data set, exact) and Population (P times the expectation, which is the
+equivalent-kernel approximation). Both hold the sum over P sequences.
+
+Token matrices come in blocks (n, v, v) with multiplicities (n,): one block of size V in general, and for uniform tokens the
+two scalar blocks of the permutation symmetry of tokens, V - 1 zero-sum directions and the uniform one. The trace of a
+function of a token matrix is the sum over blocks weighted by `multiplicity`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from copyhead.model.layout import Layout
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Population:
+    """S_ij = P [delta_ij Sigma + p p^T] for i.i.d. tokens of law p; Sigma = diag p - p p^T."""
+
+    sequences: Float[Array, ""]
+    covariance: Float[Array, "n v v"]
+    mean_square: Float[Array, "n v v"]
+    multiplicity: Float[Array, "n"]
+
+    def contract(
+        self, left: Float[Array, "R K"], right: Float[Array, "R K"], layout: Layout
+    ) -> Float[Array, "n v v"]:
+        """Q(B) = sum_ij B_ij S_ij for B = left^T right over the scored rows, never forming B."""
+        trace = jnp.sum(layout.scored * layout.row_sums(left * right))
+        total = jnp.sum(layout.scored * layout.row_sums(left) * layout.row_sums(right))
+        return self.sequences * (trace * self.covariance + total * self.mean_square)
+
+    def contract_tokens(self, matrix: Float[Array, "V V"], length: int) -> Float[Array, "L L"]:
+        """The L x L matrix <S_ij, M> for a V x V matrix M; for the one-block form only."""
+        return self.sequences * (
+            jnp.eye(length, dtype=matrix.dtype) * jnp.vdot(self.covariance[0], matrix)
+            + jnp.vdot(self.mean_square[0], matrix)
+        )
+
+    def scaled(self, sequences: Float[Array, ""] | float) -> Self:
+        """The same statistics at another P."""
+        return replace(self, sequences=sequences)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Empirical:
+    """S_ij of one data set of P sequences, as a (L, L, V, V) array."""
+
+    sequences: Float[Array, ""]
+    tensor: Float[Array, "L L V V"]
+
+    @property
+    def multiplicity(self) -> Float[Array, "1"]:
+        return jnp.ones(1, self.tensor.dtype)
+
+    def contract(
+        self, left: Float[Array, "L L"], right: Float[Array, "L L"], layout: Layout
+    ) -> Float[Array, "1 V V"]:
+        """Q(B) = sum_ij B_ij S_ij for B = left^T right over the scored rows."""
+        gram = left.T @ (layout.scored[:, None] * right)
+        return jnp.einsum("ij,ijuv->uv", gram, self.tensor)[None]
+
+    def contract_tokens(self, matrix: Float[Array, "V V"], length: int) -> Float[Array, "L L"]:
+        """The L x L matrix <S_ij, M> for a V x V matrix M."""
+        return jnp.einsum("ijuv,uv->ij", self.tensor, matrix)
+
+    def scaled(self, sequences: Float[Array, ""] | float) -> Self:
+        """The same token statistics, weighted as if they came from another number of sequences."""
+        return replace(self, sequences=sequences, tensor=self.tensor * (sequences / self.sequences))
+
+
+Moments = Population | Empirical
+
+
+def population(law: Float[Array, "V"], sequences: float | Float[Array, ""] = 1.0) -> Population:
+    """Moments of i.i.d. tokens of any law, as one V x V block."""
+    law = jnp.asarray(law)
+    square = jnp.outer(law, law)
+    return Population(
+        jnp.asarray(sequences, law.dtype), (jnp.diag(law) - square)[None], square[None], jnp.ones(1, law.dtype)
+    )
+
+
+def uniform_population(vocab: float | Float[Array, ""], sequences: float | Float[Array, ""] = 1.0) -> Population:
+    """Moments of uniform tokens in the two modes of the token symmetry; V enters as a number, not as a shape."""
+    vocab = jnp.asarray(vocab, jax.dtypes.canonicalize_dtype(float))
+    zero = jnp.zeros_like(vocab)
+    modes = (jnp.stack([1 / vocab, zero]), jnp.stack([zero, 1 / vocab]))
+    covariance, mean_square = (mode[:, None, None] for mode in modes)
+    return Population(
+        jnp.asarray(sequences, vocab.dtype), covariance, mean_square, jnp.stack([vocab - 1, jnp.ones_like(vocab)])
+    )
+
+
+def empirical(tokens: Int[Array, "P L"], vocab: int, dtype: jnp.dtype | None = None) -> Empirical:
+    """Moments of a data set; counts below 2^24 are exact also in float32."""
+    sequences, length = tokens.shape
+    one_hot = jax.nn.one_hot(tokens, vocab, dtype=dtype).reshape(sequences, length * vocab)
+    gram = (one_hot.T @ one_hot).reshape(length, vocab, length, vocab)
+    return Empirical(jnp.asarray(sequences, one_hot.dtype), gram.transpose(0, 2, 1, 3))

@@ -1,0 +1,109 @@
+"""Prediction: the record that `copyhead.predict` returns: verdict, transitions, leading order, states; repr, JSON and plot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from copyhead.problem import Problem
+from copyhead.theory.leading_order import LeadingOrder, leading_order
+from copyhead.theory.transition import Minimum, Phases, Transition, Verdict, phases
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the theory says of one problem, at chi -> infinity with population moments.
+
+    state: every minimum at problem.sequences, the global one first; None if the problem has no P. Linear attention has
+    with each minimum also its mirror image (G, W) -> (-G, -W), which is not listed.
+    status: "ok", or why the verdict is not to be trusted.
+    """
+
+    problem: Problem
+    verdict: Verdict
+    transitions: tuple[Transition, ...]
+    leading_order: LeadingOrder
+    state: tuple[Minimum, ...] | None
+    status: str
+    phases: Phases
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, as `copyhead predict --json` prints them."""
+        record: dict[str, Any] = {
+            "problem": self.problem.model_dump(),
+            "verdict": self.verdict,
+            "transitions": [
+                {
+                    "kind": transition.kind,
+                    "P": transition.P,
+                    "window": None if transition.window is None else list(transition.window),
+                    "before": transition.before._asdict(),
+                    "after": transition.after._asdict(),
+                }
+                for transition in self.transitions
+            ],
+            "leading_order": self.leading_order._asdict(),
+            "status": self.status,
+        }
+        if self.state is not None:
+            record["state"] = [
+                {
+                    **minimum.order_parameters._asdict(),
+                    "action": minimum.action,
+                    "metastable": minimum.metastable,
+                    "lowest_eigenvalue": minimum.lowest,
+                }
+                for minimum in self.state
+            ]
+        return record
+
+    def plot(self) -> Figure:
+        """Order parameters and loss against P: minima as lines, metastable ones dashed, the window shaded."""
+        from copyhead.report.figures import theory_curves
+
+        return theory_curves(self.phases, self.problem)
+
+    def __repr__(self) -> str:
+        p = self.problem
+        lines = [
+            f"{self.verdict} ({p.attention} attention, L = {p.length}, V = {p.vocab}, sigma^2 = {p.noise:g}, "
+            f"g_W = {p.logit_variance:g}, g_O = {p.output_variance:g}, tau_x = {p.token_scale:g}; chi -> infinity)"
+        ]
+        leading = self.leading_order
+        beside = {
+            "first-order": ("Eq. 21", leading.copying_softmax),
+            "second-order": ("Eq. 16", leading.pooling),
+            "crossover": (
+                ("Eq. 21", leading.copying_softmax) if p.attention == "softmax" else ("Eq. 17", leading.copying_linear)
+            ),
+        }
+        for t in self.transitions:
+            equation, scale = beside[t.kind]
+            window = f", coexistence {t.window[0]:.6g} .. {t.window[1]:.6g}" if t.window else ""
+            lines.append(f"  {t.kind} at P = {t.P:.6g}{window}; leading order ({equation}) {scale:.4g}, ratio {t.P / scale:.3f}")
+            for name, state in (("before", t.before), ("after ", t.after)) if t.window else (("there ", t.before),):
+                lines.append("    " + name + "  " + "  ".join(f"{k} {v:.5g}" for k, v in state._asdict().items()))
+        for minimum in self.state or ():
+            kind = "metastable" if minimum.metastable else "global"
+            values = "  ".join(f"{k} {v:.5g}" for k, v in minimum.order_parameters._asdict().items())
+            lines.append(f"  minimum at P = {p.sequences:g} ({kind}): {values}  S {minimum.action:.6g}")
+        if self.status != "ok":
+            lines.append(f"  status: {self.status}")
+        return "\n".join(lines)
+
+
+def predict(problem: Problem) -> Prediction:
+    """Order and place of every transition of the copy task, and the minima at problem.sequences if that is given.
+
+    Exact minima of the action with population moments, chi -> infinity (theory.md sections 3 to 5).
+
+    Raises:
+        ProblemError: where the order-parameter theory does not apply (token_scale > 0 without cyclic symmetry).
+    """
+    found = phases(problem)
+    state = None if problem.sequences is None else tuple(found.minima(problem.sequences))
+    status = "ok" if found.complete else "incomplete: a branch of minima could not be followed to the end of the range of P"
+    return Prediction(problem, found.verdict, found.transitions, leading_order(problem), state, status, found)

@@ -1,0 +1,68 @@
+"""Minima of S(G) over all L^2 logits, without any symmetric ansatz: for one data set, and as a check of the reduction."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from scipy.optimize import minimize
+
+from copyhead.problem import Attention
+from copyhead.theory.order_parameters import OrderParameters, project
+from copyhead.theory.posterior import Task, action, loss_per_token
+from copyhead.model.attention import attention
+
+
+class FullMinimum(NamedTuple):
+    """A minimum over the full matrix. gradient: largest entry of |grad S| there; converged: whether it met the tolerance."""
+
+    logits: Float[np.ndarray, "L L"]
+    action: float
+    gradient: float
+    converged: bool
+
+
+@partial(jax.jit, static_argnames="kind")
+def _value_and_gradient(logits: Array, task: Task, kind: Attention) -> tuple[Array, Array]:
+    return jax.value_and_grad(action)(logits, task, kind)
+
+
+def minimise(task: Task, start: Float[np.ndarray, "L L"], kind: Attention, tolerance: float = 1e-7) -> FullMinimum:
+    """Minimises S from a start (L-BFGS in float64); finds the minimum of the basin that the start lies in.
+
+    Args:
+        task: with a full layout, see action.full_task.
+        tolerance: on the largest entry of the gradient. S itself is of order L.
+    """
+    shape = start.shape
+    with jax.enable_x64(True):
+        task = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), task)
+
+        def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
+            value, gradient = _value_and_gradient(flat.reshape(shape), task, kind)
+            return float(value), np.asarray(gradient).ravel()
+
+        found = minimize(
+            objective,
+            np.asarray(start, np.float64).ravel(),
+            jac=True,
+            method="L-BFGS-B",
+            options={"maxiter": 5000, "maxfun": 10000, "maxcor": 30, "gtol": tolerance, "ftol": 1e-15},
+        )
+        gradient = float(np.max(np.abs(objective(found.x)[1])))
+    return FullMinimum(found.x.reshape(shape), float(found.fun), gradient, gradient < 100 * tolerance)
+
+
+def measure(logits: Float[np.ndarray, "L L"], task: Task, kind: Attention) -> OrderParameters:
+    """Order parameters of any matrix, and the loss per token on the moments of the task with W at its optimum there."""
+    with jax.enable_x64(True):
+        task = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), task)
+        matrix = attention(jnp.asarray(logits), kind, task.prior.length)
+        c1, cG = project(jnp.asarray(logits), task.target, task.layout)
+        off, excess = project(matrix, task.target, task.layout)
+        loss = loss_per_token(jnp.asarray(logits), task, kind)
+        return OrderParameters(*(float(value) for value in (c1, cG, task.prior.length * off, excess, loss)))

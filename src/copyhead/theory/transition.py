@@ -1,0 +1,293 @@
+"""Verdicts: all minima of the reduced action against P, and the order and the place of each transition.
+
+First-order: two minima coexist; P* is where their actions are equal (Maxwell point), and the window lies between the two
+folds (spinodals). Second-order: a minimum loses stability at a pitchfork and a new one grows from it. Crossover: one
+minimum throughout, its place being where d cG / d ln P has an interior maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise, product
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+from scipy.optimize import brentq, minimize_scalar
+
+from copyhead.problem import Attention, Problem
+from copyhead.theory.action import at, copy_task
+from copyhead.theory.leading_order import leading_order
+from copyhead.theory.order_parameters import OrderParameters, order_parameters
+from copyhead.theory.posterior import Task
+from copyhead.theory.saddle_point import (
+    Branch,
+    Point,
+    Segment,
+    System,
+    follow,
+    minimum_on,
+    segments,
+    switch,
+)
+
+Kind = Literal["first-order", "second-order", "crossover"]
+Verdict = Literal["first-order", "second-order", "crossover", "undetermined"]
+
+
+class Transition(NamedTuple):
+    """One transition. P: its place. window: P of the two folds (None unless first-order).
+
+    before, after: the global minimum on either side; equal for second-order and crossover.
+    """
+
+    kind: Kind
+    P: float
+    window: tuple[float, float] | None
+    before: OrderParameters
+    after: OrderParameters
+
+
+class Minimum(NamedTuple):
+    """A minimum of the action at one P. lowest: lowest Hessian eigenvalue of S / L in whitened order parameters."""
+
+    order_parameters: OrderParameters
+    action: float
+    metastable: bool
+    lowest: float
+
+
+@partial(jax.jit, static_argnames="kind")
+def _observe(coordinates: np.ndarray, task: Task, sequences: float, kind: Attention) -> OrderParameters:
+    return order_parameters(coordinates, at(task, sequences), kind)
+
+
+def search_range(problem: Problem) -> tuple[float, float]:
+    """Range of P that holds every transition: beyond all scales of the action."""
+    scales = [*leading_order(problem)]
+    # the spinodal of softmax when the ridge is negligible, P t >> r, grows as L^2
+    scales.append(problem.noise * problem.length**2 / (problem.logit_variance * problem.position_scale**2))
+    return min(scales) / 100, max(scales) * 10
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Every minimum of the reduced action over a range of P, and what follows from them.
+
+    segments: the minima, each a curve in P. unexplained: stationary points that the branches do not account for.
+    complete: whether every branch was followed to the end of the range.
+    """
+
+    system: System
+    segments: tuple[Segment, ...]
+    lower: float
+    upper: float
+    starts: int
+    complete: bool
+
+    def observe(self, point: Point) -> OrderParameters:
+        """Order parameters and loss of a point, as floats."""
+        with jax.enable_x64(True):
+            values = _observe(
+                self.system.coordinates(point.z), self.system.task, np.exp(point.log_p), self.system.kind
+            )
+            return OrderParameters(*(float(value) for value in values))
+
+    def points(self, log_p: float) -> list[tuple[Segment, Point]]:
+        """The minima at P = exp(log_p), lowest action first."""
+        found = [(segment, minimum_on(self.system, segment, log_p)) for segment in self.segments]
+        return sorted(((s, p) for s, p in found if p is not None), key=lambda pair: pair[1].action)
+
+    def minima(self, sequences: float) -> list[Minimum]:
+        """Every minimum at P, the global one first.
+
+        Raises:
+            ValueError: if P is outside the range that was searched.
+        """
+        log_p = math.log(sequences)
+        if not self.lower <= log_p <= self.upper:
+            raise ValueError(
+                f"sequences = {sequences:g}: must be within the searched range "
+                f"{math.exp(self.lower):.3g} .. {math.exp(self.upper):.3g}"
+            )
+        return [
+            Minimum(self.observe(point), point.action, index > 0, point.lowest)
+            for index, (_, point) in enumerate(self.points(log_p))
+        ]
+
+    @cached_property
+    def transitions(self) -> tuple[Transition, ...]:
+        """All transitions of the global minimum, in order of P."""
+        found = [*self._first_order(), *self._second_order()]
+        if not any(transition.kind == "first-order" for transition in found):
+            found += self._crossover()
+        return tuple(sorted(found, key=lambda transition: transition.P))
+
+    @property
+    def verdict(self) -> Verdict:
+        """The strongest transition: first-order before second-order before crossover."""
+        kinds = {transition.kind for transition in self.transitions}
+        order: tuple[Kind, ...] = ("first-order", "second-order", "crossover")
+        return next((kind for kind in order if kind in kinds), "undetermined") if self.complete else "undetermined"
+
+    def _global(self, log_p: float) -> Segment:
+        return self.points(log_p)[0][0]
+
+    def _first_order(self) -> list[Transition]:
+        found = []
+        for first, second in product(self.segments, repeat=2):
+            lower, upper = max(first.lower, second.lower), min(first.upper, second.upper)
+            if first is second or first.lower >= second.lower or lower >= upper:
+                continue
+
+            def difference(log_p: float, first: Segment = first, second: Segment = second) -> float:
+                ends = (minimum_on(self.system, segment, log_p) for segment in (first, second))
+                before, after = (math.nan if point is None else point.action for point in ends)
+                return before - after
+
+            if difference(lower) * difference(upper) >= 0:
+                continue
+            log_p = brentq(difference, lower, upper, xtol=1e-14, rtol=1e-14)
+            lowest = [segment for segment, _ in self.points(log_p)[:2]]
+            if first in lowest and second in lowest:
+                before, after = (minimum_on(self.system, segment, log_p) for segment in (first, second))
+                window = (math.exp(lower), math.exp(upper))
+                assert before is not None and after is not None
+                found.append(
+                    Transition("first-order", math.exp(log_p), window, self.observe(before), self.observe(after))
+                )
+        return found
+
+    def _second_order(self) -> list[Transition]:
+        found = []
+        for segment in self.segments:
+            event = segment.end
+            if event is None or event.kind != "pitchfork":
+                continue
+            grown = [s for s in self.segments if s.start is not None and s.start is event]
+            if grown and self._global(event.point.log_p + 1e-9) in (*grown, segment):
+                state = self.observe(event.point)
+                found.append(Transition("second-order", math.exp(event.point.log_p), None, state, state))
+        return found
+
+    def _crossover(self) -> list[Transition]:
+        """The steepest interior maximum of d cG / d ln P on a segment that is the global minimum there."""
+        best: tuple[float, Point] | None = None
+        for segment in self.segments:
+            log_ps, slopes = _slopes(self.system, segment)
+            peaks = np.flatnonzero((slopes[1:-1] > slopes[:-2]) & (slopes[1:-1] >= slopes[2:])) + 1
+            # Next to a pitchfork cG grows like a square root, so its slope falls from infinity: no maximum is sought there.
+            grown = segment.start is not None and segment.start.kind == "pitchfork"
+            first = segment.points[min(2, len(segment.points) - 1)].log_p if grown else -math.inf
+            for peak in peaks:
+                bounds = log_ps[peak - 1], log_ps[peak + 1]
+                if bounds[0] < first:
+                    continue
+
+                def falling(log_p: float, segment: Segment = segment) -> float:
+                    point = minimum_on(self.system, segment, log_p)
+                    return math.inf if point is None else -self.system.slope(point)
+
+                place = minimize_scalar(falling, bounds=bounds, method="bounded", options={"xatol": 1e-9})
+                steepest = -float(place.fun)
+                point = minimum_on(self.system, segment, float(place.x))
+                if point is None or self._global(point.log_p) is not segment:
+                    continue
+                if best is None or steepest > best[0]:
+                    best = steepest, point
+        if best is None:
+            return []
+        state = self.observe(best[1])
+        return [Transition("crossover", math.exp(best[1].log_p), None, state, state)]
+
+
+def _slopes(system: System, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
+    """ln P and d cG / d ln P along a segment, four values a step from the cubic Hermite curve through its points."""
+    log_ps, slopes = [], []
+    for left, right in pairwise(segment.points):
+        chord = right.vector - left.vector
+        length = np.linalg.norm(chord)
+        # tangents point along the branch, which a segment in order of growing P may run against
+        ends = [point.tangent * np.sign(point.tangent @ chord) * length for point in (left, right)]
+        for t in (0.125, 0.375, 0.625, 0.875):
+            velocity = 6 * t * (1 - t) * chord + (1 - t) * (1 - 3 * t) * ends[0] + t * (3 * t - 2) * ends[1]
+            position = t * t * (3 - 2 * t) * chord + t * (1 - t) ** 2 * ends[0] - t * t * (1 - t) * ends[1]
+            log_ps.append(left.log_p + position[-1])
+            slopes.append(system.coordinates(velocity[:-1])[1] / velocity[-1])
+    return np.array(log_ps), np.array(slopes)
+
+
+def phases(problem: Problem, task: Task | None = None) -> Phases:
+    """Finds every minimum over the range of P that holds the transitions.
+
+    The minimum that exists at P -> 0 is followed through its folds; at each pitchfork the new branch is followed too.
+    Then Newton from a grid of starts, at several P, looks for minima on branches that are not connected to these.
+
+    Args:
+        problem: its `sequences`, if given, only widens the range of P.
+        task: other moments on the symmetric subspace, such as those of one data set; default: the population.
+    """
+    with jax.enable_x64(True):
+        task = copy_task(problem) if task is None else task
+    system = System.of(task, problem.attention)
+    lower, upper = (math.log(bound) for bound in search_range(problem))
+    if problem.sequences is not None:
+        lower, upper = min(lower, math.log(problem.sequences)), max(upper, math.log(problem.sequences))
+    first = system.at_fixed_p(np.zeros((1, system.dimension)), lower)[0]
+    branches = [follow(system, first, lower, upper)]
+    pieces = segments(branches[0])
+    for event in branches[0].events:
+        if event.kind == "pitchfork":
+            grown = switch(system, event, lower, upper)
+            if grown is not None:
+                branches.append(grown)
+                pieces += segments(grown, event)
+    starts = _search_disconnected(system, branches, pieces, lower, upper)
+    complete = first.converged and all(branch.complete for branch in branches)
+    return Phases(system, tuple(pieces), lower, upper, starts, complete)
+
+
+def _search_disconnected(
+    system: System, branches: list[Branch], pieces: list[Segment], lower: float, upper: float
+) -> int:
+    """Adds to `branches` and `pieces` the minima that Newton finds from a grid of starts and that no piece explains.
+
+    Returns:
+        The number of starts tried.
+    """
+    reach = 1.5 * np.max(np.abs([point.z for branch in branches for point in branch.points]), axis=0)
+    events = sorted(event.point.log_p for branch in branches for event in branch.events) or [(lower + upper) / 2]
+    between = [(first + second) / 2 for first, second in pairwise(events)]
+    wanted = [events[0] - 1, *(place + 0.01 for place in events), *between, events[-1] + 1, events[-1] + 3]
+    places = [place for place in wanted if lower < place < upper]
+    # Softmax does not depend on the first coordinate (the mean of a row); linear attention is odd, so half a plane will do.
+    linear = system.kind == "linear"
+    grid = np.array(list(product((-1, -0.5, 0, 0.5, 1) if linear else (0,), (0.3, 0.65, 1) if linear else (-1, -0.3, 0.2, 0.6, 1))))
+    grid, mirrored = grid * reach, (1, -1) if linear else (1,)
+    for log_p in places:
+        known = [other.z for piece in pieces if (other := minimum_on(system, piece, log_p)) is not None]
+        for point in system.at_fixed_p(grid, log_p):
+            if not point.converged or point.lowest <= 0 or _is_known(point.z, known, mirrored):
+                continue
+            pieces += _both_ways(system, point, branches, lower, upper)
+            known.append(point.z)
+    return len(places) * len(grid)
+
+
+def _is_known(z: np.ndarray, known: list[np.ndarray], mirrored: tuple[int, ...]) -> bool:
+    # two minima as close as this have a saddle between them within a relative 1e-12 of their action: not resolvable
+    return any(np.allclose(sign * z, other, atol=1e-4, rtol=1e-4) for other in known for sign in mirrored)
+
+
+def _both_ways(system: System, point: Point, branches: list[Branch], lower: float, upper: float) -> list[Segment]:
+    """Follows the branch through `point` in both directions and adds it to `branches`; its stable pieces."""
+    back = follow(system, point._replace(tangent=-point.tangent), lower, upper)
+    ahead = follow(system, point, lower, upper)
+    turned = [other._replace(tangent=-other.tangent) for other in reversed(back.points[1:])]
+    whole = Branch(
+        (*turned, *ahead.points), (*reversed(back.events), *ahead.events), back.complete and ahead.complete
+    )
+    branches.append(whole)
+    return segments(whole)
