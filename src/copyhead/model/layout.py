@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 
@@ -51,11 +51,10 @@ def full(length: int, cyclic: bool = True, dtype: jnp.dtype | None = None) -> La
     return Layout(ones, scored, jnp.ones((length, length), dtype))
 
 
-def copy(length: Float[Array, ""] | float, scored: Float[Array, ""] | float) -> Layout:
+def copy(length: float, scored: float) -> Layout:
     """The commutant of the copy task: in every scored row one target entry and L - 1 others.
 
     An unscored row of logits is zero at its optimum and is left out.
     """
-    real = jax.dtypes.canonicalize_dtype(float)
-    length, scored = jnp.asarray(length, real), jnp.asarray(scored, real)
-    return Layout(scored[None], scored[None], jnp.stack([jnp.ones_like(length), length - 1])[None])
+    rows = np.array([scored], float)
+    return Layout(rows, rows, np.array([[1.0, length - 1.0]]))

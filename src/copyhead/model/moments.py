@@ -16,6 +16,7 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from copyhead.model.layout import Layout
@@ -82,23 +83,18 @@ class Empirical:
 Moments = Population | Empirical
 
 
-def population(law: Float[Array, "V"], sequences: float | Float[Array, ""] = 1.0) -> Population:
+def population(law: Float[np.ndarray, "V"], sequences: float = 1.0) -> Population:
     """Moments of i.i.d. tokens of any law, as one V x V block."""
-    law = jnp.asarray(law)
-    square = jnp.outer(law, law)
-    return Population(
-        jnp.asarray(sequences, law.dtype), (jnp.diag(law) - square)[None], square[None], jnp.ones(1, law.dtype)
-    )
+    law = np.asarray(law, float)
+    square = np.outer(law, law)
+    return Population(np.float64(sequences), (np.diag(law) - square)[None], square[None], np.ones(1))
 
 
-def uniform_population(vocab: float | Float[Array, ""], sequences: float | Float[Array, ""] = 1.0) -> Population:
+def uniform_population(vocab: float, sequences: float = 1.0) -> Population:
     """Moments of uniform tokens in the two modes of the token symmetry; V enters as a number, not as a shape."""
-    vocab = jnp.asarray(vocab, jax.dtypes.canonicalize_dtype(float))
-    zero = jnp.zeros_like(vocab)
-    modes = (jnp.stack([1 / vocab, zero]), jnp.stack([zero, 1 / vocab]))
-    covariance, mean_square = (mode[:, None, None] for mode in modes)
+    covariance, mean_square = np.array([1 / vocab, 0.0]), np.array([0.0, 1 / vocab])
     return Population(
-        jnp.asarray(sequences, vocab.dtype), covariance, mean_square, jnp.stack([vocab - 1, jnp.ones_like(vocab)])
+        np.float64(sequences), covariance[:, None, None], mean_square[:, None, None], np.array([vocab - 1.0, 1.0])
     )
 
 

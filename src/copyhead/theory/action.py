@@ -7,6 +7,7 @@ layout the same functions work on empirical moments.
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from copyhead.model import layout, moments, targets
@@ -26,7 +27,7 @@ def copy_task(problem: Problem) -> Task:
     if problem.token_scale > 0 and not problem.cyclic:
         raise ProblemError("token_scale > 0: the order-parameter theory needs cyclic = True; use the full matrix instead")
     return Task(
-        jnp.asarray([[1.0, 0.0]]),
+        np.array([[1.0, 0.0]]),
         moments.uniform_population(problem.vocab),
         layout.copy(problem.length, problem.scored),
         prior(problem),
@@ -36,7 +37,7 @@ def copy_task(problem: Problem) -> Task:
 def full_task(problem: Problem, data: moments.Moments) -> Task:
     """The copy task on all L^2 logits, for any moments."""
     return Task(
-        jnp.asarray(targets.shift(problem.length, cyclic=problem.cyclic)),
+        targets.shift(problem.length, cyclic=problem.cyclic),
         data,
         layout.full(problem.length, problem.cyclic),
         prior(problem),

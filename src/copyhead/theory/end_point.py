@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-import jax
 import numpy as np
 from scipy.optimize import brentq
 
@@ -69,8 +68,7 @@ def end_point(problem: Problem, parameter: Parameter = "length") -> EndPoint | N
 def _slowest_point(problem: Problem, parameter: Parameter, value: float) -> tuple[System, Point]:
     """The point of least d ln P / ds on the branch from P = 0."""
     varied = problem.model_copy(update={parameter: value})
-    with jax.enable_x64(True):
-        system = System.of(copy_task(varied), problem.attention)
+    system = System.of(copy_task(varied), problem.attention)
     lower, upper = (math.log(bound) for bound in search_range(varied))
     points = follow(system, system.at_fixed_p(np.zeros((1, 2)), lower)[0], lower, upper).points
     index = int(np.clip(np.argmin([point.tangent[-1] for point in points]), 1, len(points) - 2))

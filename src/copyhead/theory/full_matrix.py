@@ -11,10 +11,12 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy.optimize import minimize
 
+from copyhead.model.attention import attention
+from copyhead.model.energy import loss_per_token
+from copyhead.model.moments import Moments
 from copyhead.problem import Attention
 from copyhead.theory.order_parameters import OrderParameters, project
-from copyhead.theory.posterior import Task, action, loss_per_token
-from copyhead.model.attention import attention
+from copyhead.theory.posterior import Task, action, best_output, token_blocks
 
 
 class FullMinimum(NamedTuple):
@@ -57,12 +59,16 @@ def minimise(task: Task, start: Float[np.ndarray, "L L"], kind: Attention, toler
     return FullMinimum(found.x.reshape(shape), float(found.fun), gradient, gradient < 100 * tolerance)
 
 
-def measure(logits: Float[np.ndarray, "L L"], task: Task, kind: Attention) -> OrderParameters:
-    """Order parameters of any matrix, and the loss per token on the moments of the task with W at its optimum there."""
+def measure(
+    logits: Float[np.ndarray, "L L"], task: Task, population: Moments, kind: Attention
+) -> OrderParameters:
+    """Order parameters of any matrix; loss per token on the population, with W at its optimum for the task's own data."""
     with jax.enable_x64(True):
-        task = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), task)
-        matrix = attention(jnp.asarray(logits), kind, task.prior.length)
-        c1, cG = project(jnp.asarray(logits), task.target, task.layout)
+        task, population = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (task, population))
+        logits = jnp.asarray(logits)
+        matrix = attention(logits, kind, task.prior.length)
+        output = best_output(token_blocks(logits, task, kind), task.prior)[0]
+        c1, cG = project(logits, task.target, task.layout)
         off, excess = project(matrix, task.target, task.layout)
-        loss = loss_per_token(jnp.asarray(logits), task, kind)
+        loss = loss_per_token(matrix, output, task.target, population, task.layout)
         return OrderParameters(*(float(value) for value in (c1, cG, task.prior.length * off, excess, loss)))

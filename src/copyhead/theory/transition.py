@@ -229,9 +229,7 @@ def phases(problem: Problem, task: Task | None = None) -> Phases:
         problem: its `sequences`, if given, only widens the range of P.
         task: other moments on the symmetric subspace, such as those of one data set; default: the population.
     """
-    with jax.enable_x64(True):
-        task = copy_task(problem) if task is None else task
-    system = System.of(task, problem.attention)
+    system = System.of(copy_task(problem) if task is None else task, problem.attention)
     lower, upper = (math.log(bound) for bound in search_range(problem))
     if problem.sequences is not None:
         lower, upper = min(lower, math.log(problem.sequences)), max(upper, math.log(problem.sequences))

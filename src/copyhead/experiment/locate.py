@@ -1,0 +1,37 @@
+"""Places of transitions, read off measured curves without any theory."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float
+
+
+def onset(sequences: Float[np.ndarray, "P"], order_parameter: Float[np.ndarray, "P"], rising: float = 0.75) -> float:
+    """Where an order parameter that grows like sqrt(P - P_c) starts: a quadratic in m^2, extrapolated to P(m = 0).
+
+    Uses the points above a tenth and below `rising` of the largest value; P is fitted as a function of m^2.
+
+    Returns:
+        nan if fewer than three points lie in that range.
+    """
+    size = np.abs(order_parameter)
+    use = (size > 0.1 * size.max()) & (size < rising * size.max()) & (np.arange(len(size)) <= np.argmax(size))
+    if use.sum() < 3:
+        return float("nan")
+    return float(np.polyfit(size[use] ** 2, np.asarray(sequences, float)[use], min(2, use.sum() - 2))[-1])
+
+
+def steepest(sequences: Float[np.ndarray, "P"], order_parameter: Float[np.ndarray, "P"]) -> float:
+    """Where an order parameter grows fastest against ln P: a parabola through the three largest finite slopes' midpoints.
+
+    Returns:
+        nan if the largest slope is at an end of the data.
+    """
+    log_p = np.log(np.asarray(sequences, float))
+    slopes = np.diff(order_parameter) / np.diff(log_p)
+    middle = (log_p[1:] + log_p[:-1]) / 2
+    top = int(np.argmax(slopes))
+    if not 0 < top < len(slopes) - 1:
+        return float("nan")
+    a, b, _ = np.polyfit(middle[top - 1 : top + 2] - middle[top], slopes[top - 1 : top + 2], 2)
+    return float(np.exp(middle[top] - b / (2 * a)))

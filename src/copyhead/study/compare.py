@@ -1,0 +1,259 @@
+"""Theory against experiment: every grid point and every transition, side by side, with differences in units of error."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any, NamedTuple
+
+import numpy as np
+import xarray as xr
+
+from copyhead.experiment.diagnostics import Estimate, between_starts, over_chains, over_seeds
+from copyhead.experiment.locate import onset, steepest
+from copyhead.study.spec import Part, Reproduction
+from copyhead.study.store import Store
+from copyhead.theory.leading_order import leading_order
+from copyhead.theory.transition import Minimum, Phases, phases
+
+QUANTITIES = ("c1", "cG", "a1", "aG", "loss")
+# A grid point agrees if every quantity is within this many errors.
+AGREEMENT = 3.0
+
+
+def branch_state(found: Phases, sequences: float, start: str) -> Minimum:
+    """The minimum that a run from `start` belongs to.
+
+    Where two minima coexist inside a window, the small start belongs to the one of smaller cG and the copy start to the other.
+    Elsewhere there is one, and metastable minima that both starts leave behind do not count.
+    """
+    minima = found.minima(sequences)
+    if not any(t.window and t.window[0] <= sequences <= t.window[1] for t in found.transitions):
+        return minima[0]
+    choose = min if start == "small" else max
+    return choose(minima, key=lambda minimum: float(minimum.order_parameters.cG))
+
+
+class Measured(NamedTuple):
+    """All results of one attention. sgld: by chi factor. jump: by start, None if there is no first-order transition."""
+
+    theory: Phases
+    adam: xr.Dataset
+    exact: xr.Dataset
+    sgld: dict[float, xr.Dataset]
+    jump: dict[str, xr.Dataset]
+
+
+def gather(spec: Reproduction, work: list[Part], store: Store) -> dict[str, Measured]:
+    """Joins the stored parts by attention, in the convention of sign of the theory."""
+    found: dict[str, Measured] = {}
+    for attention in spec.attentions:
+        own = [part for part in work if part.problem == spec.problem.replace(attention=attention)]
+
+        def joined(prefix: str, own: list[Part] = own) -> xr.Dataset:
+            pieces = [store.read(part.name) for part in sorted(own) if part.name.startswith(prefix)]
+            return _signed(xr.concat(pieces, dim="seed", data_vars="all", combine_attrs="drop"), attention)
+
+        sgld = {factor: joined(f"langevin-{attention}-x{factor:g}-") for factor in spec.chi_factors}
+        jump = {part.name.split("-")[1]: store.read(part.name) for part in own if part.method == "jump"}
+        theory = phases(spec.problem.replace(attention=attention))
+        found[attention] = Measured(theory, joined(f"adam-{attention}"), joined(f"exact-{attention}"), sgld, jump)
+    return found
+
+
+def _signed(data: xr.Dataset, attention: str) -> xr.Dataset:
+    """Turns mirror images (-G, -W) of linear attention into the sector of positive tr W, chain by chain."""
+    if attention != "linear":
+        return data
+    if "overlap" in data:
+        mean = data.overlap.mean("draw") if "draw" in data.dims else data.overlap
+        sign = xr.where(mean < 0, -1.0, 1.0)
+    else:
+        sign = xr.where(data.c1 < 0, -1.0, 1.0)
+    return data.assign({name: data[name] * sign for name in ("c1", "cG", "a1", "aG")})
+
+
+def estimates(data: xr.Dataset, quantity: str, sequences: int, start: str) -> Estimate:
+    """The estimate of one quantity at one grid point."""
+    values = data[quantity].sel(P=sequences, start=start)
+    if "draw" in values.dims:
+        return over_chains(values.transpose("seed", "draw").values)
+    return over_seeds(values.values)
+
+
+def extrapolated(low: Estimate, high: Estimate, factor: float) -> Estimate:
+    """SGLD at chi -> infinity from two values of chi, `factor` apart, for a shift of order 1/chi."""
+    weight = factor / (factor - 1)
+    mean = weight * high.mean - (weight - 1) * low.mean
+    error = float(np.hypot(weight * high.error, (weight - 1) * low.error))
+    scatter = float(np.hypot(weight * high.scatter, (weight - 1) * low.scatter))
+    return Estimate(mean, scatter, error, min(low.ess, high.ess), max(low.rhat, high.rhat), low.n)
+
+
+def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[str, Any]]:
+    """One row for each attention, P, start and quantity.
+
+    population: theory with population moments (equivalent kernel). exact: theory on the very data sets. z columns: difference
+    over error, where the error is the scatter from data set to data set combined with the sampling error; `z_paired` has
+    the exact theory of the same data sets in place of the population.
+    """
+    rows: list[dict[str, Any]] = []
+    for attention, results in measured.items():
+        window = next((t.window for t in results.theory.transitions if t.window), None)
+        first, last = spec.chi_factors[0], spec.chi_factors[-1]
+        for sequences in map(int, results.adam.P.values):
+            inside = window is not None and window[0] <= sequences <= window[1]
+            for start in map(str, results.adam.start.values):
+                state = branch_state(results.theory, sequences, start).order_parameters._asdict()
+                sampled = sequences in results.sgld[first].P.values
+                converged = float((results.adam.gradient.sel(P=sequences, start=start) < 1e-3).mean())
+                for quantity in QUANTITIES:
+                    exact = estimates(results.exact, quantity, sequences, start)
+                    adam = estimates(results.adam, quantity, sequences, start)
+                    row = {
+                        "attention": attention,
+                        "P": sequences,
+                        "start": start,
+                        "in_window": inside,
+                        "quantity": quantity,
+                        "population": float(state[quantity]),
+                        "exact": exact.mean,
+                        "adam": adam.mean,
+                        "adam_scatter": adam.scatter,
+                        "adam_error": adam.error,
+                        "adam_converged": converged,
+                        "adam_z": _z(adam.mean - float(state[quantity]), adam.scatter),
+                        "adam_z_paired": _z(adam.mean - exact.mean, adam.error),
+                    }
+                    if sampled:
+                        at_chi = [estimates(results.sgld[factor], quantity, sequences, start) for factor in (first, last)]
+                        limit = extrapolated(*at_chi, last / first)
+                        row |= {
+                            "sgld": at_chi[0].mean,
+                            "sgld_error": at_chi[0].error,
+                            "sgld_high_chi": at_chi[1].mean,
+                            "sgld_high_chi_error": at_chi[1].error,
+                            "sgld_limit": limit.mean,
+                            "sgld_limit_error": limit.error,
+                            "sgld_ess": limit.ess,
+                            "sgld_rhat": limit.rhat,
+                            "sgld_mixed": limit.mixed,
+                            "sgld_rhat_between_starts": _between(results.sgld[first], quantity, sequences),
+                            "sgld_z": _z(limit.mean - float(state[quantity]), np.hypot(exact.scatter, limit.error)),
+                            "sgld_z_paired": _z(limit.mean - exact.mean, limit.error),
+                        }
+                    rows.append(row)
+    return rows
+
+
+def _z(difference: float, error: float) -> float:
+    """difference / error, with float32 rounding as the least error: both may vanish together, as in c1 = 0 below P_c."""
+    return float(difference / max(error, 1e-6))
+
+
+def _between(data: xr.Dataset, quantity: str, sequences: int) -> float:
+    """Median over data sets of R-hat between the two starts."""
+    chains = data[quantity].sel(P=sequences).transpose("seed", "start", "draw").values
+    return float(np.median([between_starts(*pair) for pair in chains])) if np.isfinite(chains).all() else float("inf")
+
+
+class Agreement(NamedTuple):
+    """How many grid points (P, start) outside the window have every quantity within AGREEMENT errors."""
+
+    method: str
+    attention: str
+    theory: str
+    agree: int
+    points: int
+
+    @property
+    def fraction(self) -> float:
+        return self.agree / self.points if self.points else float("nan")
+
+
+def agreement(rows: list[dict[str, Any]]) -> list[Agreement]:
+    """Counts for Adam and SGLD (chi -> infinity), against the population theory and against the exact one."""
+    found = []
+    for attention in dict.fromkeys(row["attention"] for row in rows):
+        for method, theory, column in (
+            ("Adam", "population", "adam_z"),
+            ("Adam", "exact, same data", "adam_z_paired"),
+            ("SGLD", "population", "sgld_z"),
+            ("SGLD", "exact, same data", "sgld_z_paired"),
+        ):
+            points: dict[tuple[int, str], bool] = {}
+            for row in rows:
+                if row["attention"] == attention and not row["in_window"] and column in row:
+                    key = (row["P"], row["start"])
+                    points[key] = points.get(key, True) and abs(row[column]) <= AGREEMENT
+            found.append(Agreement(method, attention, theory, sum(points.values()), len(points)))
+    return found
+
+
+def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[str, Any]]:
+    """One row for each place: leading order, exact minimum of the action, measured value with its error, and ratios."""
+    rows: list[dict[str, Any]] = []
+    for attention, results in measured.items():
+        scales = leading_order(spec.problem)
+        for t in results.theory.transitions:
+            if t.kind == "first-order" and t.window:
+                rows.append(_row(attention, "P* (equal action)", scales.copying_softmax, t.P, {}))
+                for start, fold, name in (("small", t.window[1], "upper fold"), ("copy", t.window[0], "lower fold")):
+                    jump = results.jump[start]
+                    places = ((jump.low + jump.high) / 2).values
+                    adam = over_seeds(places)
+                    sgld = {f"SGLD chi {spec.problem.chi * f:g}": _branch_change(d, start) for f, d in results.sgld.items()}
+                    rows.append(_row(attention, name, None, fold, {f"Adam from {start} start": adam, **sgld}))
+            elif t.kind == "second-order":
+                rows.append(_row(attention, "P_c (pooling)", scales.pooling, t.P, _curve_places(spec, results, "c1", onset)))
+            else:
+                scale = scales.copying_softmax if attention == "softmax" else scales.copying_linear
+                rows.append(_row(attention, "crossover (steepest cG)", scale, t.P, _curve_places(spec, results, "cG", steepest)))
+    return rows
+
+
+def _row(attention: str, place: str, leading: float | None, exact: float, measured: dict[str, Estimate]) -> dict[str, Any]:
+    return {
+        "attention": attention,
+        "place": place,
+        "leading_order": leading,
+        "exact": exact,
+        "exact_over_leading": None if leading is None else exact / leading,
+        "measured": {
+            name: {"P": value.mean, "error": value.error, "over_exact": value.mean / exact} for name, value in measured.items()
+        },
+    }
+
+
+def _curve_places(spec: Reproduction, results: Measured, quantity: str, locate: Any) -> dict[str, Estimate]:
+    """A place read off every data set's own curve, from the small start."""
+    curves = {"Adam": results.adam}
+    curves |= {f"SGLD chi {spec.problem.chi * factor:g}": data for factor, data in results.sgld.items()}
+    found = {}
+    for name, data in curves.items():
+        values = data[quantity].sel(start="small")
+        values = values.mean("draw") if "draw" in values.dims else values
+        places = np.array([locate(data.P.values, values.sel(seed=seed).values) for seed in data.seed.values])
+        places = places[np.isfinite(places)]
+        found[name] = over_seeds(places) if len(places) else Estimate(*[float("nan")] * 5, 0)
+    return found
+
+
+def _branch_change(data: xr.Dataset, start: str) -> Estimate:
+    """Between which two grid points chains from a start change branch: middle, and half the gap as the error."""
+    level = data.aG.sel(start=start).mean("draw")
+    threshold = float((level.isel(P=0) + level.isel(P=-1)).mean() / 2)
+    copies = (level > threshold).mean("seed").values > 0.5
+    index = int(np.argmax(copies))
+    low, high = float(data.P[max(index - 1, 0)]), float(data.P[index])
+    return Estimate((low + high) / 2, float("nan"), (high - low) / 2, float("nan"), float("nan"), data.sizes["seed"])
+
+
+def to_csv(rows: list[dict[str, Any]]) -> str:
+    """Rows as CSV; columns are the union of the keys, in order of appearance."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
