@@ -7,7 +7,9 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
+
+from copyhead.record import ProblemError, Record
 
 Attention = Literal["softmax", "linear"]
 
@@ -17,21 +19,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-class ProblemError(ValueError):
-    """A parameter is outside its range; the message names the field, the value and the allowed range."""
-
-
-class Problem(BaseModel):
+class Problem(Record):
     """One copy task, one network and one prior; every number that the theory or a training run depends on.
 
     Scaling conventions (docs/theory.md, section 2): the loss is a mean over the scored positions and a sum over the
     V outputs, divided by 2 sigma^2; all three energies are multiplied by chi.
-
-    Raises:
-        ProblemError: for a missing, unknown or out-of-range field.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
     length: int = Field(ge=2, le=100_000, description="L, number of positions")
     vocab: int = Field(ge=2, le=1_000_000, description="V, number of tokens")
@@ -45,22 +38,12 @@ class Problem(BaseModel):
     cyclic: bool = Field(default=True, description="position 0 copies position L - 1; otherwise it is not scored")
     sequences: float | None = Field(default=None, gt=0, description="P, number of training sequences")
 
-    def __init__(self, **fields: Any) -> None:
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:
-            raise ProblemError("; ".join(_one_line(item) for item in error.errors())) from None
-
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:
         """The named parameter set (see PRESETS) with some fields replaced."""
         if name not in PRESETS:
             raise ProblemError(f"preset = {name!r}: must be one of {', '.join(sorted(PRESETS))}")
         return cls(**{**PRESETS[name], **overrides})
-
-    def replace(self, **overrides: Any) -> Self:
-        """A validated copy with some fields replaced."""
-        return type(self)(**{**self.model_dump(), **overrides})
 
     @property
     def scored(self) -> int:
@@ -110,28 +93,3 @@ def _mapping(value: Any, source: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ProblemError(f"{source}: must be an object of named fields")
     return value
-
-
-def _one_line(item: Any) -> str:
-    """One pydantic error as 'field = value: allowed range'."""
-    name = ".".join(str(part) for part in item["loc"]) or "problem"
-    kind = item["type"]
-    if kind == "missing":
-        return f"{name}: missing; must be given ({Problem.model_fields[name].description})"
-    if kind == "extra_forbidden":
-        return f"{name}: no such field; fields are {', '.join(Problem.model_fields)}"
-    return f"{name} = {item['input']!r}: {allowed_range(name)}"
-
-
-def allowed_range(name: str) -> str:
-    """The values that a field of Problem admits, in words."""
-    schema = Problem.model_json_schema()["properties"][name]
-    schema = next((option for option in schema.get("anyOf", []) if option.get("type") != "null"), schema)
-    if "enum" in schema:
-        return f"must be one of {', '.join(schema['enum'])}"
-    if schema["type"] == "boolean":
-        return "must be true or false"
-    what = "an integer" if schema["type"] == "integer" else "a finite number"
-    bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    limits = [f"{sign} {schema[key]:g}" for key, sign in bounds.items() if key in schema]
-    return f"must be {what} {' and '.join(limits)}".rstrip()

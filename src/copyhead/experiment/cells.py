@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float, UInt32
 
 from copyhead.model import layout, moments, network, targets, tokens
-from copyhead.model.energy import energy
 from copyhead.model.layout import Layout
 from copyhead.model.moments import Empirical
 from copyhead.model.network import Positional
@@ -22,29 +21,27 @@ STARTS = ("small", "copy")
 
 
 class Cells(NamedTuple):
-    """n runs: weights to start from, data and prior of each (leading axis n), and the key of its random numbers."""
+    """n runs (leading axis n). start: initial weights. data: moments. chi: of each run. key: words of its random stream."""
 
     start: Positional
     data: Empirical
-    prior: Prior
-    key: Array
+    chi: Float[np.ndarray, "n"]
+    key: UInt32[np.ndarray, "n 2"]
 
 
 class Objective(NamedTuple):
     """What all cells share of the energy. target: T (L x L)."""
 
-    target: Float[Array, "L L"]
+    target: Float[np.ndarray, "L L"]
     layout: Layout
-
-    def energy(self, weights: Positional, cell: Cells, kind: Attention) -> Float[Array, ""]:
-        """E(G, W) of one cell."""
-        return energy(weights.logits, weights.output, self.target, cell.data, self.layout, cell.prior, kind)
+    prior: Prior
+    kind: Attention
 
 
 def objective(problem: Problem) -> Objective:
     """The part of a problem's energy that is the same for all of its cells."""
-    target = jnp.asarray(targets.shift(problem.length, cyclic=problem.cyclic), jnp.float32)
-    return Objective(target, layout.full(problem.length, problem.cyclic, jnp.float32))
+    target = targets.shift(problem.length, cyclic=problem.cyclic).astype(np.float32)
+    return Objective(target, layout.full(problem.length, problem.cyclic, jnp.float32), prior(problem), problem.attention)
 
 
 def data_sets(problem: Problem, sequences: list[int], seed: int) -> list[Empirical]:
@@ -70,7 +67,7 @@ def assemble(problem: Problem, runs: list[tuple[int, int, str, float]]) -> Cells
         for seed, counts in wanted.items()
         for count, found in zip(sorted(set(counts)), data_sets(problem, sorted(set(counts)), seed), strict=True)
     }
-    starts, keys, priors = [], [], []
+    starts, keys = [], []
     for count, seed, start, chi in runs:
         if start == "small":
             starts.append(network.small_start(tokens.stream(seed, "init"), problem.length, problem.vocab))
@@ -79,14 +76,17 @@ def assemble(problem: Problem, runs: list[tuple[int, int, str, float]]) -> Cells
         key = tokens.stream(seed, "langevin")
         for part in (count, STARTS.index(start), round(1000 * chi)):
             key = jax.random.fold_in(key, part)
-        keys.append(key)
-        priors.append(prior(problem.replace(chi=chi)))
-    stacked_prior = Prior(*(np.asarray(part, np.float32) for part in zip(*priors, strict=True)))
-    return Cells(_stack(starts), _stack([data[count, seed] for count, seed, _, _ in runs]), stacked_prior, jnp.stack(keys))
+        keys.append(np.asarray(jax.random.key_data(key)))
+    return Cells(
+        _stack(starts),
+        _stack([data[count, seed] for count, seed, _, _ in runs]),
+        np.array([chi for *_, chi in runs], np.float32),
+        np.stack(keys),
+    )
 
 
 def _stack(trees: list[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *trees)
 
 
 def in_chunks(run: Callable[[Cells], Any], cells: Cells, chunk: int) -> Any:
@@ -94,7 +94,7 @@ def in_chunks(run: Callable[[Cells], Any], cells: Cells, chunk: int) -> Any:
 
     All calls have one shape, so one compilation serves any number of cells, and small chunks stay in the CPU's cache.
     """
-    n = cells.key.shape[0]
+    n = len(cells.chi)
     parts = []
     for first in range(0, n, chunk):
         index = np.minimum(np.arange(first, first + chunk), n - 1)

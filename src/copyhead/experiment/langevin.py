@@ -12,10 +12,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt32
 
 from copyhead.experiment.cells import Cells, Objective, in_chunks
+from copyhead.experiment.noise import normals
 from copyhead.experiment.observables import Observables, Yardstick, measure
+from copyhead.experiment.packed import COMPILATION, Packed, Rows, Transposed, chunk_size, gradient, pack
+from copyhead.experiment.packed import rows as row_sums
 from copyhead.model.network import Positional
+from copyhead.model.prior import Prior
 from copyhead.problem import Attention
 
 
@@ -28,52 +34,79 @@ class LangevinSettings(NamedTuple):
 
     step_logits: float = 0.03
     output_courant: float = 0.3
-    warmup: int = 4000
-    draws: int = 200
+    warmup: int = 3000
+    draws: int = 160
     thin: int = 50
 
 
 def sample(
-    cells: Cells,
-    objective: Objective,
-    kind: Attention,
-    yardstick: Yardstick,
-    settings: LangevinSettings,
-    chunk: int = 16,
+    cells: Cells, objective: Objective, yardstick: Yardstick, settings: LangevinSettings, chunk: int | None = None
 ) -> Observables:
-    """Runs one chain for each cell; observables of shape (n, draws)."""
-    run = partial(_sample, objective=objective, yardstick=yardstick, kind=kind, settings=settings)
-    return in_chunks(run, cells, chunk)
+    """Runs one chain for each cell; observables of shape (n, draws). A chain that diverges is nan from there on.
 
+    Args:
+        chunk: cells run at a time, by default what fits the cache; results do not depend on it beyond float32 rounding.
+    """
+    target, layout, prior, kind = objective
+    rows = row_sums(target, layout)
 
-@partial(jax.jit, static_argnames=("kind", "settings"))
-def _sample(
-    cells: Cells, objective: Objective, yardstick: Yardstick, kind: Attention, settings: LangevinSettings
-) -> Observables:
-    length, vocab = cells.start.logits.shape[-1], cells.start.output.shape[-1]
-    scored = jnp.sum(objective.layout.scored)
-    gradient = jax.grad(partial(objective.energy, kind=kind))
-
-    def move(weights: Positional, cell: Cells, key: jax.Array) -> Positional:
-        curvature = 1 / cell.prior.output_variance + cell.data.sequences * scored / (vocab * cell.prior.kappa)
-        steps = (settings.step_logits, settings.output_courant / curvature)
-        noise = jax.random.normal(key, (length**2 + vocab**2,))
-        noises = (noise[: length**2].reshape(length, length), noise[length**2 :].reshape(vocab, vocab))
-        moved = (
-            part - eps * slope + jnp.sqrt(2 * eps / cell.prior.chi) * xi
-            for part, slope, xi, eps in zip(weights, gradient(weights, cell), noises, steps, strict=True)
+    def run(part: Cells) -> Observables:
+        start = Transposed(np.swapaxes(part.start.logits, -1, -2), part.start.output)
+        return chains(
+            start, pack(part.data, target), part.chi, part.key, rows, prior, yardstick, kind, settings
         )
-        return Positional(*moved)
+
+    length, vocab = target.shape[0], cells.start.output.shape[-1]
+    return in_chunks(run, cells, chunk or chunk_size(length, vocab))
+
+
+def langevin_step(
+    weights: Transposed,
+    slope: Transposed,
+    steps: tuple[Float[Array, "..."], Float[Array, "cell 1 1"]],
+    chi: Float[Array, "cell"],
+    key: UInt32[Array, "cell 2"],
+    number: UInt32[Array, ""],
+) -> Transposed:
+    """theta - eps grad E + sqrt(2 eps / chi) xi. steps: eps of the logits and of the output map."""
+    shapes = [part.shape[1:] for part in weights]
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    noise = normals(key, number, sum(sizes)) * jnp.sqrt(2 / chi)[:, None]
+    pieces = (noise[:, : sizes[0]], noise[:, sizes[0] :])
+    moved = (
+        part - eps * down + jnp.sqrt(eps) * xi.reshape(-1, *shape)
+        for part, down, eps, xi, shape in zip(weights, slope, steps, pieces, shapes, strict=True)
+    )
+    return Transposed(*moved)
+
+
+@partial(jax.jit, static_argnames=("rows", "prior", "kind", "settings"), compiler_options=COMPILATION)
+def chains(
+    start: Transposed,
+    data: Packed,
+    chi: Float[Array, "cell"],
+    key: UInt32[Array, "cell 2"],
+    rows: Rows,
+    prior: Prior,
+    yardstick: Yardstick,
+    kind: Attention,
+    settings: LangevinSettings,
+) -> Observables:
+    """Warm-up and draws of one chunk of chains."""
+    vocab = start.output.shape[-1]
+    curvature = 1 / prior.output_variance + data.sequences * sum(rows.scored) / (vocab * prior.kappa)
+    steps = (jnp.float32(settings.step_logits), (settings.output_courant / curvature)[:, None, None])
 
     def step(state: tuple, _: None) -> tuple[tuple, None]:
-        weights, keys = state
-        split = jax.vmap(jax.random.split)(keys)
-        return (jax.vmap(move)(weights, cells, split[:, 0]), split[:, 1]), None
+        weights, number = state
+        slope = gradient(weights, data, rows, prior, kind)
+        return (langevin_step(weights, slope, steps, chi, key, number), number + 1), None
 
     def draw(state: tuple, _: None) -> tuple[tuple, Observables]:
-        state, _ = jax.lax.scan(step, state, length=settings.thin)
-        return state, jax.vmap(lambda weights: measure(weights, yardstick, kind))(state[0])
+        state, _ = jax.lax.scan(step, state, length=settings.thin, unroll=2)
+        weights = Positional(state[0].logits.mT, state[0].output)
+        return state, jax.vmap(lambda one: measure(one, yardstick, kind))(weights)
 
-    state, _ = jax.lax.scan(step, (cells.start, cells.key), length=settings.warmup)
+    state, _ = jax.lax.scan(step, (start, jnp.uint32(0)), length=settings.warmup, unroll=2)
     _, trace = jax.lax.scan(draw, state, length=settings.draws)
     return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), trace)

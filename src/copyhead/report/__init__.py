@@ -1,0 +1,1 @@
+"""Figures (line = theory, dots = experiment) and the self-contained report page."""

@@ -163,6 +163,7 @@ class Agreement(NamedTuple):
     method: str
     attention: str
     theory: str
+    error: str
     agree: int
     points: int
 
@@ -175,18 +176,18 @@ def agreement(rows: list[dict[str, Any]]) -> list[Agreement]:
     """Counts for Adam and SGLD (chi -> infinity), against the population theory and against the exact one."""
     found = []
     for attention in dict.fromkeys(row["attention"] for row in rows):
-        for method, theory, column in (
-            ("Adam", "population", "adam_z"),
-            ("Adam", "exact, same data", "adam_z_paired"),
-            ("SGLD", "population", "sgld_z"),
-            ("SGLD", "exact, same data", "sgld_z_paired"),
+        for method, theory, error, column in (
+            ("Adam", "population", "scatter of data sets", "adam_z"),
+            ("Adam", "exact, same data", "standard error", "adam_z_paired"),
+            ("SGLD", "population", "scatter and sampling", "sgld_z"),
+            ("SGLD", "exact, same data", "sampling and standard error", "sgld_z_paired"),
         ):
             points: dict[tuple[int, str], bool] = {}
             for row in rows:
                 if row["attention"] == attention and not row["in_window"] and column in row:
                     key = (row["P"], row["start"])
                     points[key] = points.get(key, True) and abs(row[column]) <= AGREEMENT
-            found.append(Agreement(method, attention, theory, sum(points.values()), len(points)))
+            found.append(Agreement(method, attention, theory, error, sum(points.values()), len(points)))
     return found
 
 

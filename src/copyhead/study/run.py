@@ -48,7 +48,7 @@ def _train(problem: Problem, runs: list[tuple[int, int, str, float]], steps: int
     from copyhead.experiment.cells import assemble, objective
     from copyhead.experiment.observables import measure
 
-    trained = train(assemble(problem, runs), objective(problem), problem.attention, AdamSettings(steps, rate))
+    trained = train(assemble(problem, runs), objective(problem), AdamSettings(steps, rate))
     yardstick = _yardstick(problem)
     observed = jax.jit(jax.vmap(lambda weights: measure(weights, yardstick, problem.attention)))(trained.weights)
     return observed, np.asarray(trained.gradient)
@@ -85,7 +85,7 @@ def langevin_cells(
 
     runs = [(count, seed, start, chi) for count in sequences for seed in seeds for start in STARTS]
     settings = LangevinSettings(warmup=spec.warmup, draws=spec.draws, thin=spec.thin)
-    trace = sample(assemble(problem, runs), objective(problem), problem.attention, _yardstick(problem), settings)
+    trace = sample(assemble(problem, runs), objective(problem), _yardstick(problem), settings)
     shape = (len(sequences), len(seeds), len(STARTS), spec.draws)
     coords = {"P": sequences, "seed": seeds, "start": list(STARTS), "draw": np.arange(spec.draws), "chi": chi}
     return _grid(trace, ("P", "seed", "start", "draw"), shape, coords)

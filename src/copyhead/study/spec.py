@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import Field, field_validator
 
+from copyhead import __version__
 from copyhead.problem import Attention, Problem
+from copyhead.record import Record
 from copyhead.theory.transition import Phases, phases
 
 Method = Literal["adam", "langevin", "exact", "jump", "plane"]
 
 
-@dataclass(frozen=True)
-class Reproduction:
-    """Everything that determines the results of `copyhead reproduce`.
+class Reproduction(Record):
+    """Everything that determines the results of `copyhead reproduce`."""
 
-    problem: sizes and prior; its attention is replaced by each of the two. seeds: data sets. chis: of the two SGLD runs.
-    adam_steps, adam_rate: see AdamSettings. warmup, draws, thin: see LangevinSettings. points: number of P on each grid.
-    sampled: every how many-th of them is sampled by SGLD too. plane_sizes: number of L and of V in the loss maps.
-    """
+    problem: Problem = Field(default_factory=lambda: Problem.preset("paper"), description="sizes and prior of the network")
+    attentions: tuple[Attention, ...] = Field(default=("softmax", "linear"), min_length=1, description="kinds of attention")
+    grid: tuple[int, ...] | None = Field(
+        default=None, description="P of every training run, ascending integers >= 1 (at least 4); default: from the theory"
+    )
+    seeds: int = Field(default=8, ge=2, le=1000, description="number of data sets")
+    chi_factors: tuple[float, float] = Field(default=(1.0, 3.0), description="chi of the two SGLD runs, in units of chi")
+    adam_steps: int = Field(default=4000, ge=100, description="updates of one training run")
+    adam_rate: float = Field(default=0.03, gt=0, lt=1, description="learning rate of Adam at the start")
+    warmup: int = Field(default=3000, ge=0, description="SGLD steps before the first draw")
+    draws: int = Field(default=160, ge=20, description="recorded states of a chain")
+    thin: int = Field(default=50, ge=1, description="SGLD steps from one draw to the next")
+    points: int = Field(default=18, ge=4, le=200, description="number of P on each grid")
+    sampled: int = Field(default=2, ge=1, description="every how many-th P is sampled by SGLD")
+    plane_sizes: int = Field(default=6, ge=2, le=50, description="number of L, and of V, in the loss maps")
+    plane_points: int = Field(default=12, ge=3, le=200, description="number of P in the loss maps")
+    plane_seeds: int = Field(default=2, ge=1, description="data sets for each point of the loss maps")
 
-    problem: Problem = field(default_factory=lambda: Problem.preset("paper"))
-    attentions: tuple[Attention, ...] = ("softmax", "linear")
-    seeds: int = 8
-    chi_factors: tuple[float, ...] = (1.0, 3.0)
-    adam_steps: int = 4000
-    adam_rate: float = 0.03
-    warmup: int = 3000
-    draws: int = 160
-    thin: int = 50
-    points: int = 18
-    sampled: int = 2
-    plane_sizes: int = 6
-    plane_points: int = 12
-    plane_seeds: int = 2
+    @field_validator("grid")
+    @classmethod
+    def _ascending(cls, grid: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if grid is not None and (len(grid) < 4 or grid[0] < 1 or any(a >= b for a, b in pairwise(grid))):
+            raise ValueError("must be at least 4 ascending integers >= 1")
+        return grid
 
     @property
     def identity(self) -> str:
-        """A hash of all fields: two runs with the same one give the same numbers."""
-        record = {**asdict(self), "problem": self.problem.model_dump()}
-        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+        """A hash of all fields and of the version: two runs with the same one give the same numbers."""
+        return hashlib.sha256(f"{__version__} {self.model_dump_json()}".encode()).hexdigest()[:16]
 
 
 QUICK: dict[str, Any] = {
@@ -102,7 +107,7 @@ def parts(spec: Reproduction) -> list[Part]:
     for attention in spec.attentions:
         problem = spec.problem.replace(attention=attention)
         theory = phases(problem)
-        grid = p_grid(theory, spec.points)
+        grid = list(spec.grid) if spec.grid else p_grid(theory, spec.points)
         sampled = grid[:: spec.sampled]
         for number, seeds in enumerate(halves):
             for factor in spec.chi_factors:

@@ -34,6 +34,8 @@ LARGEST_CORRECTION = 0.25
 MAX_POINTS = 5000
 # Systems solved in one call: the time of a call is mostly its fixed cost, so the starts of a search share it.
 BATCH = 5
+# The kernel works on a handful of numbers: optimising it takes XLA half a second and gains nothing.
+QUICK_COMPILATION = {"xla_backend_optimization_level": 0}
 # ln P that stands for P = 0 where the action is its prior; exp(-700) is above the smallest normal float64.
 LOG_P_ZERO = -700.0
 
@@ -71,7 +73,7 @@ def _solve_bordered(matrix: Float[Array, "n n"], right: Float[Array, "n"]) -> Fl
     return jnp.stack([jnp.dot(right, jnp.cross(b, c)), jnp.dot(a, jnp.cross(right, c)), jnp.dot(a, jnp.cross(b, right))]) / volume
 
 
-@partial(jax.jit, static_argnames="kind")
+@partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
 @partial(jax.vmap, in_axes=(0, 0, 0, None, None, None, None))
 def _correct(
     vector: Float[Array, "3"],
@@ -87,9 +89,13 @@ def _correct(
     def scaled(y: Float[Array, "3"]) -> Float[Array, ""]:
         return reduced_action(whitening @ y[:-1], at(task, jnp.exp(y[-1])), kind) / unit
 
+    def with_values(y: Float[Array, "3"]) -> tuple[Array, tuple[Array, Array]]:
+        value, gradient = jax.value_and_grad(scaled)(y)
+        return gradient, (value, gradient)
+
     def step(state: tuple) -> tuple:
         y, *_, change, count = state
-        value, gradient, hessian = scaled(y), jax.grad(scaled)(y), jax.hessian(scaled)(y)
+        hessian, (value, gradient) = jax.jacfwd(with_values, has_aux=True)(y)
         matrix, residual = hessian.at[-1].set(normal), gradient.at[-1].set(normal @ y - offset)
         change = _solve_bordered(matrix, residual)
         # The last pass evaluates only: a converged point keeps its own Hessian and residual.

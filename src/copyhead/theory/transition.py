@@ -23,6 +23,7 @@ from copyhead.theory.leading_order import leading_order
 from copyhead.theory.order_parameters import OrderParameters, order_parameters
 from copyhead.theory.posterior import Task
 from copyhead.theory.saddle_point import (
+    QUICK_COMPILATION,
     Branch,
     Point,
     Segment,
@@ -59,7 +60,7 @@ class Minimum(NamedTuple):
     lowest: float
 
 
-@partial(jax.jit, static_argnames="kind")
+@partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
 def _observe(coordinates: np.ndarray, task: Task, sequences: float, kind: Attention) -> OrderParameters:
     return order_parameters(coordinates, at(task, sequences), kind)
 
@@ -219,7 +220,7 @@ def _slopes(system: System, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
     return np.array(log_ps), np.array(slopes)
 
 
-def phases(problem: Problem, task: Task | None = None) -> Phases:
+def phases(problem: Problem, task: Task | None = None, upper: float | None = None) -> Phases:
     """Finds every minimum over the range of P that holds the transitions.
 
     The minimum that exists at P -> 0 is followed through its folds; at each pitchfork the new branch is followed too.
@@ -228,11 +229,11 @@ def phases(problem: Problem, task: Task | None = None) -> Phases:
     Args:
         problem: its `sequences`, if given, only widens the range of P.
         task: other moments on the symmetric subspace, such as those of one data set; default: the population.
+        upper: a P that the range must reach.
     """
     system = System.of(copy_task(problem) if task is None else task, problem.attention)
-    lower, upper = (math.log(bound) for bound in search_range(problem))
-    if problem.sequences is not None:
-        lower, upper = min(lower, math.log(problem.sequences)), max(upper, math.log(problem.sequences))
+    wanted = [*search_range(problem), *(place for place in (problem.sequences, upper) if place is not None)]
+    lower, upper = math.log(min(wanted)), math.log(max(wanted))
     first = system.at_fixed_p(np.zeros((1, system.dimension)), lower)[0]
     branches = [follow(system, first, lower, upper)]
     pieces = segments(branches[0])

@@ -1,0 +1,215 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from copyhead import __version__
+from copyhead.problem import PRESETS, Problem, ProblemError
+
+app = typer.Typer(
+    name="copyhead",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="How much data does an attention head need before it snaps into a copy head, how sharp is that snap, and does "
+    "real training agree?",
+)
+
+
+def with_problem(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command one option for each field of Problem, and calls it with the Problem as first argument.
+
+    Values are passed on as text, so that a wrong one is answered by Problem: field, value, allowed range.
+    """
+    parameters = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    options = []
+    for name, field in Problem.model_fields.items():
+        kind = next(t for t in (*get_args(field.annotation), field.annotation) if t is not type(None))
+        flag = "--at" if name == "sequences" else "--" + name.replace("_", "-")
+        default = "" if field.is_required() else f" (default {field.default})" if field.default is not None else ""
+        switch = field.annotation is bool
+        option = typer.Option(
+            f"{flag}/--no-{name}" if switch else flag,
+            help=f"{field.description}{default}",
+            metavar=None if switch else getattr(kind, "__name__", "softmax|linear").upper() if not isinstance(kind, str) else "KIND",
+            rich_help_panel="Problem",
+        )
+        annotation = Annotated[bool | None if switch else str | None, option]
+        options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    preset = Annotated[str | None, typer.Option(help=f"start from {', '.join(PRESETS)}", rich_help_panel="Problem")]
+    config = Annotated[
+        Path | None, typer.Option(help="start from the fields in a .json or .toml file", rich_help_panel="Problem")
+    ]
+    options.append(inspect.Parameter("preset", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=preset))
+    options.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=config))
+
+    def wrapped(**given: Any) -> None:
+        fields = {name: given.pop(name) for name in Problem.model_fields}
+        fields = {name: value for name, value in fields.items() if value is not None}
+        command(_problem(given.pop("preset"), given.pop("config"), fields), **given)
+
+    own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    wrapped.__signature__ = inspect.Signature([*options, *own])  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in (*options, *own)}
+    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
+    return wrapped
+
+
+def _problem(preset: str | None, config: Path | None, fields: dict[str, Any]) -> Problem:
+    if config is not None:
+        if preset is not None:
+            raise ProblemError(f"preset = {preset!r}: must not be given together with --config")
+        try:
+            return Problem.from_file(config).replace(**fields)
+        except OSError as error:
+            raise ProblemError(f"config = {str(config)!r}: cannot be read ({error.strerror})") from None
+    return Problem.preset(preset or "paper", **fields)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
+
+
+@app.callback(invoke_without_command=True)
+def _main(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+@with_problem
+def predict(problem: Problem, as_json: AsJson = False) -> None:
+    """Order and place of every transition, from the exact minima of the action.
+
+    What is not given is taken from the preset `paper` (L = 32, V = 4, sigma^2 = 0.9). Examples:
+
+    - `copyhead predict`
+
+    - `copyhead predict --length 64 --vocab 10 --noise 1 --attention linear`
+
+    - `copyhead predict --preset paper --at 300 --json`
+    """
+    from copyhead.prediction import predict as solve
+
+    found = solve(problem)
+    typer.echo(json.dumps(found.to_dict()) if as_json else repr(found))
+
+
+@app.command()
+@with_problem
+def diagram(
+    problem: Problem,
+    x: Annotated[str, typer.Option("--x", help="FIELD=LOW:HIGH:COUNT (log-spaced) or FIELD=V1,V2,...")] = "sequences=50:2000:60",
+    y: Annotated[str, typer.Option("--y", help="likewise")] = "length=8:128:17",
+    out: Annotated[Path, typer.Option(help="figure to write: .png, .svg or .pdf")] = Path("diagram.png"),
+    force: Annotated[bool, typer.Option("--force", help="replace the figure if it exists")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """A phase diagram of the theory in any two parameters.
+
+    With `sequences` (P) on an axis it shows the loss of the global minimum with the boundaries; without, the place of the
+    transition with the verdicts. With --json the numbers are printed and no figure is written. Examples:
+
+    - `copyhead diagram --out planes.png`
+
+    - `copyhead diagram --x length=8:128:30 --y vocab=2:64:20 --out boundary.svg`
+
+    - `copyhead diagram --attention linear --x sequences=20:3000:80 --y token-scale=0.01,0.1,1 --json`
+    """
+    from copyhead.report.figures import FIGURE_SUFFIXES, phase_diagram, save
+    from copyhead.study.diagram import cost, parse_axis
+    from copyhead.study.diagram import diagram as solve
+
+    if not as_json and out.suffix not in FIGURE_SUFFIXES:
+        raise ProblemError(f"out = {str(out)!r}: must end in {', '.join(FIGURE_SUFFIXES)}")
+    if not as_json and out.exists() and not force:
+        raise ProblemError(f"out = {str(out)!r}: exists; give --force to replace it, or another name")
+    axes = parse_axis("x", x), parse_axis("y", y)
+    with _progress("phase diagram", cost(*axes)) as advance:
+        found = solve(problem, *axes, step=lambda: advance(1))
+    if as_json:
+        typer.echo(json.dumps(found.to_dict()))
+        return
+    save(phase_diagram(found), out)
+    typer.echo(f"wrote {out}")
+
+
+@app.command()
+@with_problem
+def reproduce(
+    problem: Problem,
+    out: Annotated[Path, typer.Option(help="folder for results; a stopped run in it is continued")] = Path("reproduction"),
+    quick: Annotated[bool, typer.Option("--quick", help="fewer data sets, points and steps: a check, not a result")] = False,
+    grid: Annotated[str | None, typer.Option(help="P of the training runs: ascending integers, P1,P2,...")] = None,
+    seeds: Annotated[str | None, typer.Option(help="number of data sets (default 8)", metavar="INT")] = None,
+    workers: Annotated[int | None, typer.Option(help="worker processes (default: one for each core)", min=1)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Theory, Adam and SGLD side by side, for both kinds of attention: tables, figures and report.html.
+
+    Ends with the transitions and the share of grid points that agree. A run that was stopped goes on where it was if the
+    same command is given again; an existing folder is never destroyed. Examples:
+
+    - `copyhead reproduce`
+
+    - `copyhead reproduce --quick --out check`
+
+    - `copyhead reproduce --length 64 --vocab 10 --noise 1 --seeds 16 --out larger`
+    """
+    from copyhead.reproduction import reproduce as run
+
+    chosen: dict[str, Any] = {} if seeds is None else {"seeds": seeds}
+    if grid is not None:
+        chosen["grid"] = tuple(part.strip() for part in grid.split(","))
+    summary = run(problem, out, quick=quick, workers=workers, progress=_progress, **chosen)
+    typer.echo(json.dumps(summary.to_dict()) if as_json else str(summary))
+
+
+class _progress:
+    """A progress bar on stderr; a plain line at the start and at the end where stderr is no terminal."""
+
+    def __init__(self, title: str, total: float) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self.console = Console(stderr=True)
+        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.title = title
+        self.task = self.bar.add_task(title, total=total)
+
+    def __enter__(self) -> Callable[[float], None]:
+        self.bar.start()
+        if self.bar.disable:
+            self.console.print(f"{self.title} ...", highlight=False)
+        return lambda done: self.bar.advance(self.task, done)
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+
+def main() -> None:
+    """Entry point: every expected error is one line on stderr; 2 for bad input, 130 for an interrupt."""
+    usage_error = typer.BadParameter.__base__  # UsageError of the parser, which typer does not export
+    assert usage_error is not None
+    try:
+        code = app(standalone_mode=False)
+    except usage_error as error:
+        if message := error.format_message():  # empty where the help was printed for want of arguments
+            print(f"copyhead: {message}", file=sys.stderr)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        print("copyhead: interrupted; finished parts are kept, the same command goes on from there", file=sys.stderr)
+        sys.exit(130)
+    except (ProblemError, OSError) as error:
+        print(f"copyhead: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(code)

@@ -1,0 +1,199 @@
+"""The gradient of E(G, W) for many cells at once, from moments packed for the step loop of training and sampling.
+
+It is the gradient of model.energy.energy (a test holds them together), arranged for the CPU:
+
+- Of V token indicators one is redundant: x_i = e + D x'_i with e the last unit vector, D = (1, -1^T)^T and x'_i the first
+  n = V - 1 indicators. K_ij = <S_ij, M> for symmetric M then takes n (n + 1) / 2 numbers for each pair of positions instead
+  of V^2, and the cross moments n^2; the rest depends on one position only.
+- The target enters once, in the cross moments R_ia = sum_j T_aj S_ij, so the loop needs no product with T.
+- Logits are held transposed, as G^T and A^T (i, a), so that no large array is transposed in the loop.
+
+Cost of a step for one cell: 4 L^3 + 2 L^2 (n (n + 1) + 2 n^2) multiplications and additions, whatever P is.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import optimization_barrier
+from jaxtyping import Array, Float
+
+from copyhead.model.layout import Layout
+from copyhead.model.moments import Empirical
+from copyhead.model.prior import Prior
+from copyhead.problem import Attention
+
+# XLA's own thread pool costs more than it gives on products of this size, even with one thread.
+COMPILATION = {"xla_cpu_multi_thread_eigen": False}
+# Moments of one chunk of cells that still stay in the second and third level cache of a CPU core.
+CHUNK_BYTES = 2.5e6
+
+
+class Packed(NamedTuple):
+    """Moments of n_cells data sets, n = V - 1, p = n (n + 1) / 2.
+
+    pairs: S'_ij + S'_ij^T over pairs u <= v (the diagonal once). cross: R'_ia. counts: sum of x'_i. cross_counts: counts of
+    the targets. sequences: P.
+    """
+
+    pairs: Float[Array, "cell p L*L"]
+    cross: Float[Array, "cell n*n L*L"]
+    counts: Float[Array, "cell n L"]
+    cross_counts: Float[Array, "cell n L"]
+    sequences: Float[Array, "cell"]
+
+
+class Transposed(NamedTuple):
+    """Weights as the step loop holds them. logits: G^T. output: W."""
+
+    logits: Float[Array, "cell L L"]
+    output: Float[Array, "cell V V"]
+
+
+def pack(data: Empirical, target: Float[np.ndarray, "L L"]) -> Packed:
+    """Packs the moments of data sets (leading axis: cell)."""
+    tensor = np.asarray(data.tensor)
+    cells, length, _, vocab, _ = tensor.shape
+    n = vocab - 1
+    u, v = np.triu_indices(n)
+    reduced = tensor[..., :n, :n].transpose(0, 3, 4, 1, 2)
+    counts = tensor[:, :, 0, :n, :].sum(axis=-1).transpose(0, 2, 1)
+    pairs = reduced[:, u, v] + reduced[:, v, u]
+    pairs[:, u == v] /= 2
+    cross = reduced.reshape(-1, length) @ np.asarray(target).T
+    arrays = (
+        pairs.reshape(cells, -1, length * length),
+        cross.reshape(cells, n * n, length * length),
+        counts,
+        counts @ np.asarray(target).T,
+        np.asarray(data.sequences),
+    )
+    return Packed(*(jnp.asarray(np.ascontiguousarray(array), jnp.float32) for array in arrays))
+
+
+def chunk_size(length: int, vocab: int) -> int:
+    """How many cells to run at a time: a power of two whose moments fit CHUNK_BYTES, from 2 to 32."""
+    n = vocab - 1
+    bytes_each = 4 * length**2 * (n * (n + 1) // 2 + n * n)
+    return int(2 ** np.clip(np.floor(np.log2(CHUNK_BYTES / bytes_each)), 1, 5))
+
+
+def _token_bases(vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Matrices E_f with S_ij = sum_f feature_f(i, j) E_f + P e e^T, flattened to (feature, V * V).
+
+    The first is for contractions with a symmetric matrix, in the order pairs, counts; the second in the order cross,
+    counts of i, counts of the target.
+    """
+    n = vocab - 1
+    u, v = np.triu_indices(n)
+    difference, last = np.vstack([np.eye(n), -np.ones((1, n))]), np.eye(vocab)[n]
+    both = np.einsum("xu,yv->uvxy", difference, difference)
+    one = np.einsum("xu,y->uxy", difference, last)
+    symmetric = np.concatenate([(both[u, v] + both[v, u]) / 2, one + one.transpose(0, 2, 1)])
+    general = np.concatenate([both.reshape(-1, vocab, vocab), one, one.transpose(0, 2, 1)])
+    return symmetric.reshape(-1, vocab**2).astype(np.float32), general.reshape(-1, vocab**2).astype(np.float32)
+
+
+class Rows(NamedTuple):
+    """What the gradient needs to know of the rows of T and A; plain numbers, fixed when the loop is compiled.
+
+    scored: one for a scored position, else zero. target: sums of the rows of T.
+    """
+
+    scored: tuple[float, ...]
+    target: tuple[float, ...]
+
+
+def rows(target: Float[np.ndarray, "L L"], layout: Layout) -> Rows:
+    """The row sums of a target."""
+    scored = np.asarray(layout.scored)
+    return Rows(tuple(scored.tolist()), tuple((scored * np.asarray(target).sum(axis=1)).tolist()))
+
+
+def gradient(weights: Transposed, data: Packed, rows: Rows, prior: Prior, kind: Attention) -> Transposed:
+    """grad E by cell, with the logits part transposed. `prior` must hold plain numbers, not traced ones."""
+    length, vocab = weights.logits.shape[-1], weights.output.shape[-1]
+    n, cells = vocab - 1, len(weights.logits)
+    p, square = n * (n + 1) // 2, n * n
+    symmetric, general = (jnp.asarray(basis) / prior.kappa for basis in _token_bases(vocab))
+    weight = (data.sequences / prior.kappa)[:, None]  # P / kappa
+    scored, target_sums = (np.array(values, np.float32) for values in rows)
+    # The rows of softmax attention and of a shift both sum to one: then two terms below are one.
+    alike = kind == "softmax" and rows.scored == rows.target
+
+    matrix = _attention(weights.logits, scored, kind)
+    sums = jnp.asarray(scored)[None] if kind == "softmax" else matrix.sum(axis=1)  # A 1, by row a
+
+    # Coefficients of M = W W^T and of -W in the two bases; then the fields K_ij = <S_ij, M> and -J'_ia = -<R_ia, W>.
+    # W @ W.mT, not an einsum: XLA has a faster kernel for it.
+    of_pair = (weights.output @ weights.output.mT).reshape(cells, -1) @ symmetric.T
+    of_cross = weights.output.reshape(cells, -1) @ -general.T
+    pair_field = jnp.einsum("bf,bfk->bk", of_pair[:, :p], data.pairs).reshape(cells, length, length)
+    cross_field = jnp.einsum("bf,bfk->bk", of_cross[:, :square], data.cross).reshape(cells, length, length)
+    pair_line = jnp.einsum("bf,bfi->bi", of_pair[:, p:] / 2, data.counts)
+    cross_line = jnp.einsum("bf,bfi->bi", of_cross[:, square : square + n], data.counts)
+    if alike:
+        lines = (pair_line + cross_line)[:, :, None]
+    else:
+        lines = pair_line[:, :, None] * sums[:, None] + cross_line[:, :, None] * target_sums
+    by_attention = pair_field @ matrix + (cross_field + lines)
+    if kind == "linear":
+        # terms that do not depend on i, which the normalisation of softmax removes from its gradient
+        last = weights.output[:, -1]
+        by_attention += (
+            jnp.einsum("bi,bia->ba", pair_line, matrix)
+            + weight * jnp.sum(last**2, axis=1, keepdims=True) * sums
+            + jnp.einsum("bf,bfa->ba", of_cross[:, square + n :], data.cross_counts)
+            - weight * last[:, -1:] * target_sums
+        )[:, None]
+        by_logits = by_attention * scored / length
+    else:
+        by_logits = matrix * (by_attention - jnp.sum(matrix * by_attention, axis=1, keepdims=True))
+
+    # F = Q(A^T A) and N = Q(A^T T), from the features of S contracted with A^T A and with A.
+    gram = matrix @ matrix.mT
+    if kind == "softmax":  # the rows of A that are not scored are zero, and so are those of the target
+        gram_sums, target_overlap = matrix.sum(axis=2), data.cross_counts.sum(axis=2)
+    else:
+        gram_sums = jnp.einsum("bia,ba->bi", matrix, sums)
+        target_overlap = jnp.einsum("bfa,ba->bf", data.cross_counts, sums)
+    cross_sums = gram_sums if alike else jnp.einsum("bia,a->bi", matrix, target_sums)
+
+    def contract(features: Float[Array, "cell f L*L"], with_: Float[Array, "cell L L"]) -> Float[Array, "cell f"]:
+        return (features @ with_.reshape(cells, -1, 1))[..., 0]
+
+    corner = jnp.zeros(vocab**2).at[-1].set(1.0)
+    square_part = jnp.concatenate([contract(data.pairs, gram), jnp.einsum("bfi,bi->bf", data.counts, gram_sums)], 1)
+    overlap_part = jnp.concatenate(
+        [contract(data.cross, matrix), jnp.einsum("bfi,bi->bf", data.counts, cross_sums), target_overlap], 1
+    )
+    square_blocks = square_part @ symmetric + weight * jnp.sum(sums**2, axis=1, keepdims=True) * corner
+    overlap_blocks = overlap_part @ general + weight * jnp.sum(sums * target_sums, axis=1, keepdims=True) * corner
+    by_output = square_blocks.reshape(cells, vocab, vocab) @ weights.output - overlap_blocks.reshape(cells, vocab, vocab)
+    return Transposed(
+        by_logits + _prior_gradient(weights.logits, prior), by_output + weights.output / prior.output_variance
+    )
+
+
+def _attention(logits: Float[Array, "cell L L"], scored: Float[np.ndarray, "L"], kind: Attention) -> Float[Array, "cell L L"]:
+    """A^T with the rows that are not scored set to zero."""
+    length = logits.shape[-1]
+    if kind == "linear":
+        return logits / length * scored
+    exponential = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
+    # A division by a materialised sum: XLA would otherwise compute A again wherever it is used.
+    total = optimization_barrier(jnp.broadcast_to(exponential.sum(axis=1, keepdims=True) / scored, exponential.shape))
+    return exponential / total
+
+
+def _prior_gradient(logits: Float[Array, "cell L L"], prior: Prior) -> Float[Array, "cell L L"]:
+    """K^-1 G K^-1 / g_W, transposed like the logits (K is symmetric)."""
+    scale = prior.position_scale**2 * prior.logit_variance
+    if prior.token_coupling == 0:
+        return logits / scale
+    beta = prior.token_coupling / (prior.position_scale + prior.token_coupling * prior.length)
+    rows, columns = logits.sum(axis=1, keepdims=True), logits.sum(axis=2, keepdims=True)
+    return (logits - beta * (rows + columns) + beta**2 * rows.sum(axis=2, keepdims=True)) / scale

@@ -1,0 +1,186 @@
+"""The whole reproduction, as `copyhead reproduce` runs it: parts, tables, figures, report."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from copyhead.problem import Problem
+from copyhead.report import figures, html
+from copyhead.report.claims import claims, remarks
+from copyhead.study import compare
+from copyhead.study.diagram import Axis, Diagram, diagram
+from copyhead.study.run import run
+from copyhead.study.scaling import Scaling, scaling
+from copyhead.study.spec import QUICK, Part, Reproduction, parts
+from copyhead.study.store import Store
+
+Progress = Callable[[str, float], AbstractContextManager[Callable[[float], None]]]
+PACKAGES = ("copyhead", "jax", "numpy", "scipy", "optax", "arviz-stats", "xarray", "matplotlib")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Where the results are, the transitions and the agreement."""
+
+    folder: Path
+    transitions: list[dict[str, Any]]
+    agreements: list[compare.Agreement]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "transitions": self.transitions,
+            "agreement": [{**a._asdict(), "fraction": a.fraction} for a in self.agreements],
+            "seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        lines = []
+        for row in self.transitions:
+            leading = "" if row["leading_order"] is None else f"; leading order {row['leading_order']:.1f}, ratio {row['exact_over_leading']:.3f}"
+            lines.append(f"{row['attention']:8s} {row['place']}: exact {row['exact']:.2f}{leading}")
+            lines += [
+                f"           {name}: {v['P']:.1f} +- {v['error']:.1f}, ratio to exact {v['over_exact']:.3f}"
+                for name, v in row["measured"].items()
+            ]
+        lines += [
+            f"{a.method} {a.attention}: {a.agree} of {a.points} grid points within {compare.AGREEMENT:g} errors of theory ({a.theory})"
+            for a in self.agreements
+        ]
+        return "\n".join([*lines, f"report: {self.folder / 'report.html'}   ({self.seconds:.0f} s)"])
+
+
+def reproduce(
+    problem: Problem,
+    out: str | Path = "reproduction",
+    *,
+    quick: bool = False,
+    workers: int | None = None,
+    progress: Progress = lambda title, total: nullcontext(lambda done: None),
+    **settings: Any,
+) -> Summary:
+    """Runs theory, Adam and SGLD for both kinds of attention and writes tables, figures and report.html to `out`.
+
+    Args:
+        problem: sizes and prior; its attention and sequences are not used.
+        out: a new or empty folder, or that of a stopped run with the same settings, which is then continued.
+        settings: fields of study.spec.Reproduction.
+
+    Raises:
+        ProblemError: for a setting outside its range. StoreError: if `out` cannot be used.
+    """
+    began = time.perf_counter()
+    base = problem.replace(attention="softmax", sequences=None)
+    spec = Reproduction(**{**(QUICK if quick else {}), **settings, "problem": base})
+    store = Store(Path(out), spec.identity, {"settings": json.loads(spec.model_dump_json())})
+    work = parts(spec)
+    with progress("training and sampling", sum(part.weight for part in work)) as advance:
+        run(work, spec, store, workers or os.cpu_count() or 1, lambda part: advance(part.weight))
+    with progress("tables, figures and report", 1.0) as advance:
+        measured = compare.gather(spec, work, store)
+        rows, transitions = compare.grid_table(spec, measured), compare.transition_table(spec, measured)
+        agreements = compare.agreement(rows)
+        store.write_text("grid.csv", compare.to_csv(rows))
+        store.write_text("transitions.json", json.dumps(transitions, indent=2))
+        growth = scaling(spec.problem)
+        advance(0.3)
+        shown = _figures(spec, work, store, measured, growth)
+        advance(0.6)
+        seconds = time.perf_counter() - began
+        page = html.render(
+            shown,
+            title="Reproduction of the phase transitions of a copy head",
+            problem=spec.problem,
+            quick=quick,
+            transitions=transitions,
+            agreements=agreements,
+            remarks=remarks(rows, measured),
+            claims=claims(spec.problem, measured, transitions, agreements, growth),
+            columns=list(dict.fromkeys(key for row in rows for key in row)),
+            grid=rows,
+            settings=_settings(spec, work, store, seconds),
+        )
+        store.write_text("report.html", page)
+    return Summary(Path(out), transitions, agreements, time.perf_counter() - began)
+
+
+def _figures(
+    spec: Reproduction, work: list[Part], store: Store, measured: dict[str, compare.Measured], growth: Scaling
+) -> list[html.Shown]:
+    drawn: list[tuple[str, str, Any]] = []
+    if len(measured) == 2:
+        caption = "The action below, at and above the transition. Orange: its minima."
+        drawn.append(("landscape", caption, figures.landscapes(*(results.theory for results in measured.values()))))
+    for attention, results in measured.items():
+        caption = (
+            f"Order parameters and loss against P, {attention} attention. Line: theory (population moments), dashed where metastable; "
+            "grey: coexistence window; dotted: transitions. Dots: Adam and SGLD from both starts, with standard errors."
+        )
+        drawn.append((f"order-parameters-{attention}", caption, figures.order_parameters(results, spec)))
+        if results.jump:
+            caption = "Hysteresis: a run from small weights leaves at the upper fold, a run from a copying network at the lower one."
+            drawn.append((f"hysteresis-{attention}", caption, figures.hysteresis(results)))
+    maps, lines = _maps(spec, work, store)
+    caption = "Loss per token of Adam from small weights over (P, L) and (P, V), with the places of the theory and the leading order."
+    drawn.append(("loss-maps", caption, figures.loss_maps(maps, lines)))
+    caption = "Places of the transitions against L: exact, leading order, local exponent. The upper fold, where training jumps, grows faster than P*."
+    drawn.append(("scaling", caption, figures.scaling_curves(growth)))
+    caption = "SGLD minus the exact theory of the same data sets, times chi: equal heights at two chi mean a shift of order 1/chi."
+    drawn.append(("chi-shift", caption, figures.chi_shift(measured, spec)))
+    folder = store.folder / "figures"
+    folder.mkdir(exist_ok=True)
+    shown = []
+    for name, caption, figure in drawn:
+        figures.save(figure, folder / f"{name}.png", folder / f"{name}.svg")
+        shown.append(html.Shown(name, caption, folder / f"{name}.png"))
+    return shown
+
+
+def _maps(
+    spec: Reproduction, work: list[Part], store: Store
+) -> tuple[dict[tuple[str, str], xr.Dataset], dict[tuple[str, str], Diagram]]:
+    maps, lines = {}, {}
+    for attention in spec.attentions:
+        for axis in ("length", "vocab"):
+            own = [p for p in work if p.name.startswith(f"plane-{attention}-{axis}-")]
+            own.sort(key=lambda part, axis=axis: getattr(part.problem, axis))
+            sizes = [getattr(part.problem, axis) for part in own]
+            columns = [store.read(part.name) for part in own]
+            maps[attention, axis] = xr.concat(
+                columns, dim=xr.Variable(axis, sizes), data_vars="all", combine_attrs="drop"
+            ).rename({"concat_dim": axis} if "concat_dim" in columns[0].dims else {})
+            p_values = maps[attention, axis].P.values
+            fine = np.unique(np.round(np.geomspace(sizes[0], sizes[-1], 25)))
+            lines[attention, axis] = diagram(
+                spec.problem.replace(attention=attention),
+                Axis("sequences", (float(p_values[0]), float(p_values[-1]))),
+                Axis(axis, tuple(int(size) for size in fine)),
+            )
+    return maps, lines
+
+
+def _settings(spec: Reproduction, work: list[Part], store: Store, seconds: float) -> list[tuple[str, str]]:
+    busy = sum(float(store.read(part.name).attrs["seconds"]) for part in work)
+    found = [(name, str(value)) for name, value in spec.model_dump().items() if name != "problem"]
+    found += [(name, str(value)) for name, value in spec.problem.model_dump().items() if value is not None]
+    found += [
+        ("data seeds", f"0 .. {spec.seeds - 1}; data set of a smaller P is the prefix of that of a larger one"),
+        ("starts", "small: normal weights of standard deviation 0.01; copy: a network that copies"),
+        ("wall time", f"{seconds:.0f} s for this call; {busy:.0f} s of work in all parts"),
+        ("versions", ", ".join(f"{name} {version(name)}" for name in PACKAGES)),
+        ("machine", f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores"),
+    ]
+    return found
