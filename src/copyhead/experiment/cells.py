@@ -49,7 +49,7 @@ def data_sets(problem: Problem, sequences: list[int], seed: int) -> list[Empiric
     drawn = tokens.sample(
         tokens.stream(seed, "train"), max(sequences), problem.length, tokens.uniform(problem.vocab)
     )
-    return [moments.empirical(drawn[:count], problem.vocab, jnp.float32) for count in sequences]
+    return [moments.empirical(drawn[:count], problem.vocab) for count in sequences]
 
 
 def assemble(problem: Problem, runs: list[tuple[int, int, str, float]]) -> Cells:
@@ -73,10 +73,8 @@ def assemble(problem: Problem, runs: list[tuple[int, int, str, float]]) -> Cells
             starts.append(network.small_start(tokens.stream(seed, "init"), problem.length, problem.vocab))
         else:
             starts.append(network.copy_start(target, problem.vocab, problem.attention))
-        key = tokens.stream(seed, "langevin")
-        for part in (count, STARTS.index(start), round(1000 * chi)):
-            key = jax.random.fold_in(key, part)
-        keys.append(np.asarray(jax.random.key_data(key)))
+        source = tokens.stream(seed, "langevin", count, STARTS.index(start), round(1000 * chi))
+        keys.append(source.generate_state(2))
     return Cells(
         _stack(starts),
         _stack([data[count, seed] for count, seed, _, _ in runs]),
@@ -86,7 +84,7 @@ def assemble(problem: Problem, runs: list[tuple[int, int, str, float]]) -> Cells
 
 
 def _stack(trees: list[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *trees)
+    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf, np.float32) for leaf in leaves]), *trees)
 
 
 def in_chunks(run: Callable[[Cells], Any], cells: Cells, chunk: int) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -58,3 +60,9 @@ def measure(weights: Positional, yardstick: Yardstick, kind: Attention) -> Obser
         for moments in (yardstick.population, yardstick.fresh)
     ]
     return Observables(c1, cG, length * off_attention, aG, *losses, jnp.trace(weights.output) / weights.output.shape[-1])
+
+
+@partial(jax.jit, static_argnames="kind")
+def measure_all(weights: Positional, yardstick: Yardstick, kind: Attention) -> Observables:
+    """Observables of many networks (leading axis of the weights)."""
+    return jax.vmap(lambda one: measure(one, yardstick, kind))(weights)

@@ -98,9 +98,9 @@ def uniform_population(vocab: float, sequences: float = 1.0) -> Population:
     )
 
 
-def empirical(tokens: Int[Array, "P L"], vocab: int, dtype: jnp.dtype | None = None) -> Empirical:
-    """Moments of a data set; counts below 2^24 are exact also in float32."""
+def empirical(tokens: Int[np.ndarray, "P L"], vocab: int) -> Empirical:
+    """Moments of a data set, in float32: counts below 2^24 are exact in it."""
     sequences, length = tokens.shape
-    one_hot = jax.nn.one_hot(tokens, vocab, dtype=dtype).reshape(sequences, length * vocab)
+    one_hot = (tokens[..., None] == np.arange(vocab)).reshape(sequences, length * vocab).astype(np.float32)
     gram = (one_hot.T @ one_hot).reshape(length, vocab, length, vocab)
-    return Empirical(jnp.asarray(sequences, one_hot.dtype), gram.transpose(0, 2, 1, 3))
+    return Empirical(np.float32(sequences), np.ascontiguousarray(gram.transpose(0, 2, 1, 3)))

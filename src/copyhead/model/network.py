@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from copyhead.model.attention import attention
@@ -23,15 +24,14 @@ class Positional(NamedTuple):
     output: Float[Array, "... V V"]
 
 
-def small_start(key: Array, length: int, vocab: int, scale: float = 0.01) -> Positional:
+def small_start(source: np.random.SeedSequence, length: int, vocab: int, scale: float = 0.01) -> Positional:
     """Independent normal weights of standard deviation `scale`."""
-    keys = jax.random.split(key)
-    return Positional(
-        scale * jax.random.normal(keys[0], (length, length)), scale * jax.random.normal(keys[1], (vocab, vocab))
-    )
+    draw = np.random.default_rng(source).standard_normal
+    logits, output = scale * draw((length, length), np.float32), scale * draw((vocab, vocab), np.float32)
+    return Positional(logits, output)
 
 
-def copy_start(target: Float[Array, "L L"], vocab: int, kind: Attention) -> Positional:
+def copy_start(target: Float[np.ndarray, "L L"], vocab: int, kind: Attention) -> Positional:
     """A network that copies, A x W close to T x, whatever the data.
 
     Softmax: the logit of the copy entry is ln L + 2 above the rest, so it takes 88% of the attention. Linear: G = g T with
@@ -39,9 +39,9 @@ def copy_start(target: Float[Array, "L L"], vocab: int, kind: Attention) -> Posi
     """
     length = target.shape[0]
     if kind == "softmax":
-        return Positional((jnp.log(length) + 2.0) * target, jnp.eye(vocab))
+        return Positional((np.log(length) + 2.0) * target, np.eye(vocab))
     gain = (length * vocab) ** 0.25
-    return Positional(gain * target, (length / gain) * jnp.eye(vocab))
+    return Positional(gain * target, (length / gain) * np.eye(vocab))
 
 
 def forward(weights: Positional, tokens: Int[Array, "P L"], kind: Attention) -> Float[Array, "P L V"]:

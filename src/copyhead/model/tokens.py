@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 # Names of the random streams of one integer seed; a new use takes a new name, so no two uses share draws.
 STREAMS = {"train": 0, "fresh": 1, "init": 2, "langevin": 3}
 
 
-def stream(seed: int, name: str) -> Array:
-    """The key of one named use of a seed."""
-    return jax.random.fold_in(jax.random.key(seed), STREAMS[name])
+def stream(seed: int, name: str, *parts: int) -> np.random.SeedSequence:
+    """The source of randomness for one named use of a seed; `parts` tell runs of the same use apart."""
+    return np.random.SeedSequence(seed, spawn_key=(STREAMS[name], *parts))
 
 
 def uniform(vocab: int) -> Float[np.ndarray, "V"]:
@@ -21,16 +19,13 @@ def uniform(vocab: int) -> Float[np.ndarray, "V"]:
     return np.full(vocab, 1 / vocab)
 
 
-def sample(key: Array, sequences: int, length: int, law: Float[np.ndarray, "V"]) -> Int[Array, "P L"]:
-    """P sequences of L i.i.d. tokens.
+def sample(
+    source: np.random.SeedSequence, sequences: int, length: int, law: Float[np.ndarray, "V"]
+) -> Int[np.ndarray, "P L"]:
+    """P sequences of L i.i.d. tokens, drawn one after the other: the data set of P = 300 is the prefix of that of P = 400.
 
-    Sequence m depends on (key, m) only: the data set of P = 300 is the prefix of that of P = 400. Tokens of zero
-    probability are never drawn.
+    Tokens of zero probability are never drawn.
     """
-    edges = jnp.asarray(np.cumsum(law) / np.sum(law), jnp.float32)
-
-    def one(index: Int[Array, ""]) -> Int[Array, "L"]:
-        draw = jax.random.uniform(jax.random.fold_in(key, index), (length,), jnp.float32)
-        return jnp.searchsorted(edges, draw, side="right").astype(jnp.int32)
-
-    return jax.vmap(one)(jnp.arange(sequences))
+    edges = np.cumsum(law)
+    draws = np.random.default_rng(source).random((sequences, length))
+    return np.searchsorted(edges / edges[-1], draws, side="right")

@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from copyhead.experiment.diagnostics import Estimate, between_starts, over_chains, over_seeds
-from copyhead.experiment.locate import onset, steepest
+from copyhead.experiment.locate import onset, resolution, steepest
 from copyhead.study.spec import Part, Reproduction
 from copyhead.study.store import Store
 from copyhead.theory.leading_order import leading_order
@@ -227,7 +227,7 @@ def _row(attention: str, place: str, leading: float | None, exact: float, measur
 
 
 def _curve_places(spec: Reproduction, results: Measured, quantity: str, locate: Any) -> dict[str, Estimate]:
-    """A place read off every data set's own curve, from the small start."""
+    """A place read off every data set's own curve, from the small start; the error includes the spacing of the grid."""
     curves = {"Adam": results.adam}
     curves |= {f"SGLD chi {spec.problem.chi * factor:g}": data for factor, data in results.sgld.items()}
     found = {}
@@ -236,7 +236,8 @@ def _curve_places(spec: Reproduction, results: Measured, quantity: str, locate: 
         values = values.mean("draw") if "draw" in values.dims else values
         places = np.array([locate(data.P.values, values.sel(seed=seed).values) for seed in data.seed.values])
         places = places[np.isfinite(places)]
-        found[name] = over_seeds(places) if len(places) else Estimate(*[float("nan")] * 5, 0)
+        place = over_seeds(places) if len(places) > 1 else Estimate(*[float("nan")] * 5, len(places))
+        found[name] = place._replace(error=float(np.hypot(place.error, resolution(data.P.values, place.mean))))
     return found
 
 

@@ -33,7 +33,7 @@ def _yardstick(problem: Problem) -> Any:
     law = tokens.uniform(problem.vocab)
     fresh = tokens.sample(tokens.stream(0, "fresh"), FRESH_SEQUENCES, problem.length, law)
     population = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), moments.population(law))
-    return Yardstick(shared.target, shared.layout, population, moments.empirical(fresh, problem.vocab, jnp.float32))
+    return Yardstick(shared.target, shared.layout, population, moments.empirical(fresh, problem.vocab))
 
 
 def _grid(observed: Any, dims: tuple[str, ...], shape: tuple[int, ...], coords: dict[str, Any]) -> xr.Dataset:
@@ -42,16 +42,12 @@ def _grid(observed: Any, dims: tuple[str, ...], shape: tuple[int, ...], coords: 
 
 
 def _train(problem: Problem, runs: list[tuple[int, int, str, float]], steps: int, rate: float) -> tuple[Any, np.ndarray]:
-    import jax
-
     from copyhead.experiment.adam import AdamSettings, train
     from copyhead.experiment.cells import assemble, objective
-    from copyhead.experiment.observables import measure
+    from copyhead.experiment.observables import measure_all
 
     trained = train(assemble(problem, runs), objective(problem), AdamSettings(steps, rate))
-    yardstick = _yardstick(problem)
-    observed = jax.jit(jax.vmap(lambda weights: measure(weights, yardstick, problem.attention)))(trained.weights)
-    return observed, np.asarray(trained.gradient)
+    return measure_all(trained.weights, _yardstick(problem), problem.attention), trained.gradient
 
 
 def adam_cells(problem: Problem, spec: Reproduction, sequences: list[int], seeds: list[int]) -> xr.Dataset:
@@ -70,7 +66,7 @@ def adam_cells(problem: Problem, spec: Reproduction, sequences: list[int], seeds
 def plane_cells(problem: Problem, spec: Reproduction, sequences: list[int], seeds: list[int]) -> xr.Dataset:
     """Adam from the small start, for one column of a loss map."""
     runs = [(count, seed, "small", problem.chi) for count in sequences for seed in seeds]
-    observed, gradient = _train(problem, runs, spec.adam_steps, spec.adam_rate)
+    observed, gradient = _train(problem, runs, spec.plane_steps, spec.adam_rate)
     shape = (len(sequences), len(seeds))
     coords = {"P": sequences, "seed": seeds}
     return _grid(observed, ("P", "seed"), shape, coords).assign(gradient=(("P", "seed"), gradient.reshape(shape)))

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from copyhead import __version__
-from copyhead.problem import Attention, Problem
+from copyhead.problem import Attention, Problem, ProblemError
 from copyhead.record import Record
 from copyhead.theory.transition import Phases, phases
 
@@ -36,6 +36,7 @@ class Reproduction(Record):
     sampled: int = Field(default=2, ge=1, description="every how many-th P is sampled by SGLD")
     plane_sizes: int = Field(default=6, ge=2, le=50, description="number of L, and of V, in the loss maps")
     plane_points: int = Field(default=12, ge=3, le=200, description="number of P in the loss maps")
+    plane_steps: int = Field(default=2500, ge=100, description="updates of one training run in the loss maps")
     plane_seeds: int = Field(default=2, ge=1, description="data sets for each point of the loss maps")
 
     @field_validator("grid")
@@ -60,6 +61,7 @@ QUICK: dict[str, Any] = {
     "points": 10,
     "plane_sizes": 3,
     "plane_points": 7,
+    "plane_steps": 1500,
     "plane_seeds": 1,
 }
 
@@ -75,12 +77,16 @@ class Part(NamedTuple):
 
 
 def p_grid(found: Phases, points: int) -> list[int]:
-    """Integers from well below the first transition to well above the last, half of them near the transitions."""
-    marks = [place for t in found.transitions for place in ([*t.window] if t.window else [t.P])]
-    low, high = min(marks), max(marks)
-    outer = np.geomspace(0.4 * low, 2.5 * high, points - points // 2)
-    inner = np.linspace(0.9 * low, 1.1 * high, points // 2)
-    return sorted({round(float(place)) for place in (*outer, *inner)})
+    """Integers from well below the first transition to well above the last, two thirds of them close to the transitions.
+
+    Close: across a coexistence window and a tenth beyond it; from a tenth below to a third above any other place.
+    """
+    spans = [(0.9 * t.window[0], 1.1 * t.window[1]) if t.window else (0.9 * t.P, 1.33 * t.P) for t in found.transitions]
+    if not spans:
+        raise ProblemError("grid = None: the theory finds no transition to put the grid around; give one")
+    outer = np.geomspace(0.45 * spans[0][0], 2.2 * spans[-1][1], points - points * 2 // 3)
+    inner = [np.geomspace(*span, points * 2 // 3 // len(spans)) for span in spans]
+    return sorted({round(float(place)) for place in (*outer, *np.concatenate(inner))})
 
 
 def plane_axes(spec: Reproduction, axis: Literal["length", "vocab"]) -> list[int]:
@@ -128,6 +134,6 @@ def parts(spec: Reproduction) -> list[Part]:
             for size in plane_axes(spec, axis):
                 varied = problem.replace(**{axis: size})
                 scale = (size / getattr(spec.problem, axis)) ** 2
-                cost = spec.plane_points * spec.plane_seeds * spec.adam_steps * scale
+                cost = spec.plane_points * spec.plane_seeds * spec.plane_steps * scale
                 found.append(Part(f"plane-{attention}-{axis}-{size}", "plane", varied, arguments, cost + 2e5))
     return sorted(found, key=lambda part: -part.weight)

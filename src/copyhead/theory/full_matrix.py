@@ -33,7 +33,7 @@ def _value_and_gradient(logits: Array, task: Task, kind: Attention) -> tuple[Arr
     return jax.value_and_grad(action)(logits, task, kind)
 
 
-def minimise(task: Task, start: Float[np.ndarray, "L L"], kind: Attention, tolerance: float = 1e-7) -> FullMinimum:
+def minimise(task: Task, start: Float[np.ndarray, "L L"], kind: Attention, tolerance: float = 1e-6) -> FullMinimum:
     """Minimises S from a start (L-BFGS in float64); finds the minimum of the basin that the start lies in.
 
     Args:
