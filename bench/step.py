@@ -150,7 +150,10 @@ def main() -> None:
         "microseconds_median": {name: 1e6 * value for name, value in median.items() if name != "matmul"},
         "microseconds_best": {name: 1e6 * value for name, value in best.items() if name != "matmul"},
         "limit_microseconds": {"moment form": 1e6 * natural / rate, "packed form": 1e6 * done / rate},
-        "adam_over_limit": {"moment form": median["adam"] * rate / natural, "packed form": median["adam"] * rate / done},
+        "adam_over_limit": {
+            "moment form": median["adam"] * rate / natural,
+            "packed form": median["adam"] * rate / done,
+        },
         "direct_over_adam": {p: median[f"direct P={p}"] / median["adam"] for p in (300, 3000)},
         "sgld_over_adam": median["sgld"] / median["adam"],
     }
@@ -164,7 +167,9 @@ def main() -> None:
     for name, count in result["operations"].items():
         limit = 1e6 * count / rate
         print(f"{name}: {count} operations, limit {limit:.2f} microseconds, Adam / limit {1e6 * median['adam'] / limit:.2f}")
-    print(f"direct / Adam: {result['direct_over_adam'][300]:.1f} at P = 300, {result['direct_over_adam'][3000]:.0f} at P = 3000")
+    print(
+        f"direct / Adam: {result['direct_over_adam'][300]:.1f} at P = 300, {result['direct_over_adam'][3000]:.0f} at P = 3000"
+    )
     print(f"SGLD / Adam: {result['sgld_over_adam']:.2f}")
 
 

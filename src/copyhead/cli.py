@@ -39,7 +39,11 @@ def with_problem(command: Callable[..., None]) -> Callable[..., None]:
         option = typer.Option(
             f"{flag}/--no-{name}" if switch else flag,
             help=f"{field.description}{default}",
-            metavar=None if switch else getattr(kind, "__name__", "softmax|linear").upper() if not isinstance(kind, str) else "KIND",
+            metavar=None
+            if switch
+            else getattr(kind, "__name__", "softmax|linear").upper()
+            if not isinstance(kind, str)
+            else "KIND",
             rich_help_panel="Problem",
         )
         annotation = Annotated[bool | None if switch else str | None, option]
@@ -107,7 +111,9 @@ def predict(problem: Problem, as_json: AsJson = False) -> None:
 @with_problem
 def diagram(
     problem: Problem,
-    x: Annotated[str, typer.Option("--x", help="FIELD=LOW:HIGH:COUNT (log-spaced) or FIELD=V1,V2,...")] = "sequences=50:2000:60",
+    x: Annotated[
+        str, typer.Option("--x", help="FIELD=LOW:HIGH:COUNT (log-spaced) or FIELD=V1,V2,...")
+    ] = "sequences=50:2000:60",
     y: Annotated[str, typer.Option("--y", help="likewise")] = "length=8:128:17",
     out: Annotated[Path, typer.Option(help="figure to write: .png, .svg or .pdf")] = Path("diagram.png"),
     force: Annotated[bool, typer.Option("--force", help="replace the figure if it exists")] = False,
@@ -198,8 +204,7 @@ class _progress:
 
 def main() -> None:
     """Entry point: every expected error is one line on stderr; 2 for bad input, 130 for an interrupt."""
-    usage_error = typer.BadParameter.__base__  # UsageError of the parser, which typer does not export
-    assert usage_error is not None
+    usage_error: Any = typer.BadParameter.__base__  # UsageError of the parser, which typer does not export
     try:
         code = app(standalone_mode=False)
     except usage_error as error:

@@ -83,7 +83,9 @@ class Prediction:
         for t in self.transitions:
             equation, scale = beside[t.kind]
             window = f", coexistence {t.window[0]:.6g} .. {t.window[1]:.6g}" if t.window else ""
-            lines.append(f"  {t.kind} at P = {t.P:.6g}{window}; leading order ({equation}) {scale:.4g}, ratio {t.P / scale:.3f}")
+            lines.append(
+                f"  {t.kind} at P = {t.P:.6g}{window}; leading order ({equation}) {scale:.4g}, ratio {t.P / scale:.3f}"
+            )
             for name, state in (("before", t.before), ("after ", t.after)) if t.window else (("there ", t.before),):
                 lines.append("    " + name + "  " + "  ".join(f"{k} {v:.5g}" for k, v in state._asdict().items()))
         for minimum in self.state or ():

@@ -64,9 +64,7 @@ class Problem(Record):
 
     def to_toml(self) -> str:
         """The fields as TOML; a field that is None is left out (TOML has no null)."""
-        return "".join(
-            f"{name} = {json.dumps(value)}\n" for name, value in self.model_dump().items() if value is not None
-        )
+        return "".join(f"{name} = {json.dumps(value)}\n" for name, value in self.model_dump().items() if value is not None)
 
     @classmethod
     def from_toml(cls, text: str) -> Self:

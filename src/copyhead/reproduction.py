@@ -50,14 +50,19 @@ class Summary:
     def __str__(self) -> str:
         lines = []
         for row in self.transitions:
-            leading = "" if row["leading_order"] is None else f"; leading order {row['leading_order']:.1f}, ratio {row['exact_over_leading']:.3f}"
+            leading = (
+                ""
+                if row["leading_order"] is None
+                else f"; leading order {row['leading_order']:.1f}, ratio {row['exact_over_leading']:.3f}"
+            )
             lines.append(f"{row['attention']:8s} {row['place']}: exact {row['exact']:.2f}{leading}")
             lines += [
                 f"           {name}: {v['P']:.1f} +- {v['error']:.1f}, ratio to exact {v['over_exact']:.3f}"
                 for name, v in row["measured"].items()
             ]
         lines += [
-            f"{a.method} {a.attention}: {a.agree} of {a.points} grid points within {compare.AGREEMENT:g} errors of theory ({a.theory})"
+            f"{a.method} {a.attention}: {a.agree} of {a.points} grid points within {compare.AGREEMENT:g} errors of theory "
+            f"({a.theory})"
             for a in self.agreements
         ]
         return "\n".join([*lines, f"report: {self.folder / 'report.html'}   ({self.seconds:.0f} s)"])
@@ -126,19 +131,29 @@ def _figures(
         drawn.append(("landscape", caption, figures.landscapes(*(results.theory for results in measured.values()))))
     for attention, results in measured.items():
         caption = (
-            f"Order parameters and loss against P, {attention} attention. Line: theory (population moments), dashed where metastable; "
-            "grey: coexistence window; dotted: transitions. Dots: Adam and SGLD from both starts, with standard errors."
+            f"Order parameters and loss against P, {attention} attention. Line: theory (population moments), dashed where "
+            "metastable; grey: coexistence window; dotted: transitions. Dots: Adam and SGLD from both starts, standard errors."
         )
         drawn.append((f"order-parameters-{attention}", caption, figures.order_parameters(results, spec)))
         if results.jump:
-            caption = "Hysteresis: a run from small weights leaves at the upper fold, a run from a copying network at the lower one."
+            caption = (
+                "Hysteresis: a run from small weights leaves at the upper fold, a run from a copying network at the lower one."
+            )
             drawn.append((f"hysteresis-{attention}", caption, figures.hysteresis(results)))
     maps, lines = _maps(spec, work, store)
-    caption = "Loss per token of Adam from small weights over (P, L) and (P, V), with the places of the theory and the leading order."
+    caption = (
+        "Loss per token of Adam from small weights over (P, L) and (P, V), with the places of the theory and the leading order."
+    )
     drawn.append(("loss-maps", caption, figures.loss_maps(maps, lines)))
-    caption = "Places of the transitions against L: exact, leading order, local exponent. The upper fold, where training jumps, grows faster than P*."
+    caption = (
+        "Places of the transitions against L: exact, leading order, local exponent. The upper fold, where training from small "
+        "weights jumps, grows faster than P*."
+    )
     drawn.append(("scaling", caption, figures.scaling_curves(growth)))
-    caption = "SGLD minus the exact theory of the same data sets, times chi: equal heights at two chi mean a shift of order 1/chi."
+    caption = (
+        "SGLD minus the exact theory of the same data sets, times chi, outside the coexistence window: equal heights mean a "
+        "shift of order 1/chi."
+    )
     drawn.append(("chi-shift", caption, figures.chi_shift(measured, spec)))
     folder = store.folder / "figures"
     folder.mkdir(exist_ok=True)
@@ -181,6 +196,9 @@ def _settings(spec: Reproduction, work: list[Part], store: Store, seconds: float
         ("starts", "small: normal weights of standard deviation 0.01; copy: a network that copies"),
         ("wall time", f"{seconds:.0f} s for this call; {busy:.0f} s of work in all parts"),
         ("versions", ", ".join(f"{name} {version(name)}" for name in PACKAGES)),
-        ("machine", f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores"),
+        (
+            "machine",
+            f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        ),
     ]
     return found

@@ -46,9 +46,7 @@ def objective(problem: Problem) -> Objective:
 
 def data_sets(problem: Problem, sequences: list[int], seed: int) -> list[Empirical]:
     """Moments of nested data sets: that of P = 300 is the prefix of that of P = 400 at the same seed."""
-    drawn = tokens.sample(
-        tokens.stream(seed, "train"), max(sequences), problem.length, tokens.uniform(problem.vocab)
-    )
+    drawn = tokens.sample(tokens.stream(seed, "train"), max(sequences), problem.length, tokens.uniform(problem.vocab))
     return [moments.empirical(drawn[:count], problem.vocab) for count in sequences]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from arviz_stats.base import array_stats
+from arviz_stats.base.array import array_stats
 from jaxtyping import Float
 
 # Gates for a sampled mean: below this ESS per chain, or above this R-hat, the error is not to be believed.
@@ -32,6 +32,10 @@ class Estimate(NamedTuple):
     def mixed(self) -> bool:
         """Whether the gates are passed; training runs have none to pass."""
         return bool(np.isnan(self.ess) or (self.ess >= ESS_GATE and self.rhat <= RHAT_GATE))
+
+
+# The estimate where there is nothing to estimate from.
+NOTHING = Estimate(np.nan, np.nan, np.nan, np.nan, np.nan, 0)
 
 
 def over_seeds(values: Float[np.ndarray, "seed"]) -> Estimate:

@@ -52,9 +52,7 @@ def sample(
 
     def run(part: Cells) -> Observables:
         start = Transposed(np.swapaxes(part.start.logits, -1, -2), part.start.output)
-        return chains(
-            start, pack(part.data, target), part.chi, part.key, rows, prior, yardstick, kind, settings
-        )
+        return chains(start, pack(part.data, target), part.chi, part.key, rows, prior, yardstick, kind, settings)
 
     length, vocab = target.shape[0], cells.start.output.shape[-1]
     return in_chunks(run, cells, chunk or chunk_size(length, vocab))

@@ -55,11 +55,10 @@ def measure(weights: Positional, yardstick: Yardstick, kind: Attention) -> Obser
     matrix = attention(weights.logits, kind, length)
     c1, cG = means(weights.logits)
     off_attention, aG = means(matrix)
-    losses = [
-        loss_per_token(matrix, weights.output, target, moments, layout)
-        for moments in (yardstick.population, yardstick.fresh)
-    ]
-    return Observables(c1, cG, length * off_attention, aG, *losses, jnp.trace(weights.output) / weights.output.shape[-1])
+    loss, fresh = (
+        loss_per_token(matrix, weights.output, target, moments, layout) for moments in (yardstick.population, yardstick.fresh)
+    )
+    return Observables(c1, cG, length * off_attention, aG, loss, fresh, jnp.trace(weights.output) / weights.output.shape[-1])
 
 
 @partial(jax.jit, static_argnames="kind")

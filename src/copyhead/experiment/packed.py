@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import optimization_barrier
@@ -173,9 +172,7 @@ def gradient(weights: Transposed, data: Packed, rows: Rows, prior: Prior, kind: 
     square_blocks = square_part @ symmetric + weight * jnp.sum(sums**2, axis=1, keepdims=True) * corner
     overlap_blocks = overlap_part @ general + weight * jnp.sum(sums * target_sums, axis=1, keepdims=True) * corner
     by_output = square_blocks.reshape(cells, vocab, vocab) @ weights.output - overlap_blocks.reshape(cells, vocab, vocab)
-    return Transposed(
-        by_logits + _prior_gradient(weights.logits, prior), by_output + weights.output / prior.output_variance
-    )
+    return Transposed(by_logits + _prior_gradient(weights.logits, prior), by_output + weights.output / prior.output_variance)
 
 
 def _attention(logits: Float[Array, "cell L L"], scored: Float[np.ndarray, "L"], kind: Attention) -> Float[Array, "cell L L"]:

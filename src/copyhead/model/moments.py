@@ -32,9 +32,7 @@ class Population:
     mean_square: Float[Array, "n v v"]
     multiplicity: Float[Array, "n"]
 
-    def contract(
-        self, left: Float[Array, "R K"], right: Float[Array, "R K"], layout: Layout
-    ) -> Float[Array, "n v v"]:
+    def contract(self, left: Float[Array, "R K"], right: Float[Array, "R K"], layout: Layout) -> Float[Array, "n v v"]:
         """Q(B) = sum_ij B_ij S_ij for B = left^T right over the scored rows, never forming B."""
         trace = jnp.sum(layout.scored * layout.row_sums(left * right))
         total = jnp.sum(layout.scored * layout.row_sums(left) * layout.row_sums(right))
@@ -43,8 +41,7 @@ class Population:
     def contract_tokens(self, matrix: Float[Array, "V V"], length: int) -> Float[Array, "L L"]:
         """The L x L matrix <S_ij, M> for a V x V matrix M; for the one-block form only."""
         return self.sequences * (
-            jnp.eye(length, dtype=matrix.dtype) * jnp.vdot(self.covariance[0], matrix)
-            + jnp.vdot(self.mean_square[0], matrix)
+            jnp.eye(length, dtype=matrix.dtype) * jnp.vdot(self.covariance[0], matrix) + jnp.vdot(self.mean_square[0], matrix)
         )
 
     def scaled(self, sequences: Float[Array, ""] | float) -> Self:
@@ -64,9 +61,7 @@ class Empirical:
     def multiplicity(self) -> Float[Array, "1"]:
         return jnp.ones(1, self.tensor.dtype)
 
-    def contract(
-        self, left: Float[Array, "L L"], right: Float[Array, "L L"], layout: Layout
-    ) -> Float[Array, "1 V V"]:
+    def contract(self, left: Float[Array, "L L"], right: Float[Array, "L L"], layout: Layout) -> Float[Array, "1 V V"]:
         """Q(B) = sum_ij B_ij S_ij for B = left^T right over the scored rows."""
         gram = left.T @ (layout.scored[:, None] * right)
         return jnp.einsum("ij,ijuv->uv", gram, self.tensor)[None]

@@ -19,9 +19,7 @@ def uniform(vocab: int) -> Float[np.ndarray, "V"]:
     return np.full(vocab, 1 / vocab)
 
 
-def sample(
-    source: np.random.SeedSequence, sequences: int, length: int, law: Float[np.ndarray, "V"]
-) -> Int[np.ndarray, "P L"]:
+def sample(source: np.random.SeedSequence, sequences: int, length: int, law: Float[np.ndarray, "V"]) -> Int[np.ndarray, "P L"]:
     """P sequences of L i.i.d. tokens, drawn one after the other: the data set of P = 300 is the prefix of that of P = 400.
 
     Tokens of zero probability are never drawn.

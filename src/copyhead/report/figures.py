@@ -12,6 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from copyhead.problem import Problem
 from copyhead.study.compare import Measured, estimates
@@ -25,6 +27,7 @@ FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours, distinct for colour-blind readers
 BLACK, BLUE, ORANGE, GREEN, RED, GREY = "#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
 START_COLOURS = {"small": BLUE, "copy": ORANGE}
+SIZES = {"small": 8.0, "copy": 5.5}  # both stay visible where they agree
 NAMES = {
     "c1": r"$c_1$, mean logit",
     "cG": r"$c_G$, copy logit",
@@ -32,7 +35,13 @@ NAMES = {
     "aG": r"$a_G$, copy attention",
     "loss": "loss per token",
 }
-STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "copyhead", "legend.frameon": False}
+STYLE = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "copyhead",
+    "legend.frameon": False,
+}
 
 
 def _figure(rows: int, columns: int, width: float, height: float, **settings: Any) -> tuple[Figure, np.ndarray]:
@@ -83,7 +92,9 @@ def theory_curves(found: Phases, problem: Problem) -> Figure:
     low, high = _range(found)
     for panel, quantity in zip(axes.flat, NAMES, strict=True):
         _draw_minima(panel, found, quantity, low, high)
-    figure.suptitle(f"{problem.attention} attention, L = {problem.length}, V = {problem.vocab}, $\\sigma^2$ = {problem.noise:g}")
+    figure.suptitle(
+        f"{problem.attention} attention, L = {problem.length}, V = {problem.vocab}, $\\sigma^2$ = {problem.noise:g}"
+    )
     return figure
 
 
@@ -101,14 +112,24 @@ def order_parameters(results: Measured, spec: Reproduction) -> Figure:
     for panel, quantity in zip(axes.flat, NAMES, strict=False):
         _draw_minima(panel, results.theory, quantity, low, high)
         for start, colour in START_COLOURS.items():
-            _dots(panel, results.adam, quantity, start, "o", colour, f"Adam, {start} start", filled=False)
+            _dots(
+                panel,
+                results.adam,
+                quantity,
+                start,
+                "o",
+                colour,
+                f"Adam, {start} start",
+                filled=False,
+                size=SIZES[start],
+            )
             for (factor, data), marker in zip(results.sgld.items(), ("v", "^"), strict=False):
                 label = rf"SGLD $\chi$ = {spec.problem.chi * factor:g}, {start} start"
-                _dots(panel, data, quantity, start, marker, colour, label, filled=True)
+                _dots(panel, data, quantity, start, marker, colour, label, filled=True, size=SIZES[start] - 2)
     legend = axes.flat[-1]
     legend.axis("off")
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    handles += [matplotlib.lines.Line2D([], [], color=BLACK, ls=style) for style in ("-", (0, (4, 2)))]
+    handles += [Line2D([], [], color=BLACK, ls=style) for style in ("-", (0, (4, 2)))]
     labels += ["theory, global minimum", "theory, metastable minimum"]
     legend.legend(handles, labels, loc="center")
     seeds = results.adam.sizes["seed"]
@@ -117,7 +138,16 @@ def order_parameters(results: Measured, spec: Reproduction) -> Figure:
 
 
 def _dots(
-    axes: Axes, data: Any, quantity: str, start: str, marker: str, colour: str, label: str, *, filled: bool
+    axes: Axes,
+    data: Any,
+    quantity: str,
+    start: str,
+    marker: str,
+    colour: str,
+    label: str,
+    *,
+    filled: bool,
+    size: float = 6,
 ) -> None:
     found = [estimates(data, quantity, int(p), start) for p in data.P.values]
     axes.errorbar(
@@ -125,7 +155,7 @@ def _dots(
         [estimate.mean for estimate in found],
         [estimate.error for estimate in found],
         fmt=marker,
-        ms=4 if filled else 6,
+        ms=size,
         mfc=colour if filled else "none",
         mec=colour,
         ecolor=colour,
@@ -147,8 +177,7 @@ def landscapes(softmax: Phases, linear: Phases) -> Figure:
     axes[0, 0].set(xlabel=r"$c_G$", ylabel="action $S$ above its minimum", title="softmax", ylim=(-0.3, 8))
     axes[0, 0].legend()
     places = [t.P for t in linear.transitions] or [math.exp((linear.lower + linear.upper) / 2)]
-    steps = ((0.85 * places[0], "below"), (1.25 * places[0], "above $P_c$"), (1.3 * places[-1], "above the crossover"))
-    for panel, (sequences, title) in zip(axes[0, 1:], steps, strict=True):
+    for panel, sequences in zip(axes[0, 1:], (0.85 * places[0], 1.25 * places[0], 1.3 * places[-1]), strict=True):
         minima = [m.order_parameters for m in linear.minima(sequences)]
         reach = [max(1.8 * max(abs(float(getattr(m, n))) for m in minima), least) for n, least in (("c1", 0.1), ("cG", 0.5))]
         x, y = np.linspace(-reach[0], reach[0], 61), np.linspace(-reach[1], reach[1], 61)
@@ -157,7 +186,7 @@ def landscapes(softmax: Phases, linear: Phases) -> Figure:
         panel.contourf(x, y, values - values.min(), levels=levels, cmap="viridis", extend="max")
         for m in minima:
             panel.plot([m.c1, -float(m.c1)], [m.cG, -float(m.cG)], "o", color=ORANGE, mec="white", ms=6)
-        panel.set(xlabel=r"$c_1$", ylabel=r"$c_G$", title=f"linear, P = {sequences:.0f} ({title})")
+        panel.set(xlabel=r"$c_1$", ylabel=r"$c_G$", title=f"linear, P = {sequences:.0f}")
     return figure
 
 
@@ -187,14 +216,29 @@ def hysteresis(results: Measured) -> Figure:
     low, high = 0.85 * first.window[0], 1.2 * first.window[1]
     _draw_minima(panel, results.theory, "aG", low, high)
     for start, label in (("small", "Adam up from the small start"), ("copy", "Adam down from the copy start")):
-        _dots(panel, results.adam, "aG", start, "o" if start == "small" else "s", START_COLOURS[start], label, filled=False)
+        _dots(
+            panel,
+            results.adam,
+            "aG",
+            start,
+            "o" if start == "small" else "s",
+            START_COLOURS[start],
+            label,
+            filled=False,
+        )
         jump = results.jump[start]
         places = ((jump.low + jump.high) / 2).values
         height = 0.5 * (float(first.before.aG) + float(first.after.aG))
         error = float(np.std(places, ddof=1)) if len(places) > 1 else 0.0
         panel.errorbar(
-            [places.mean()], [height], xerr=[error], fmt=">" if start == "small" else "<", color=START_COLOURS[start],
-            ms=8, capsize=3, label=f"its jump: {places.mean():.0f} (scatter {error:.0f})",
+            [places.mean()],
+            [height],
+            xerr=[error],
+            fmt=">" if start == "small" else "<",
+            color=START_COLOURS[start],
+            ms=8,
+            capsize=3,
+            label=f"its jump: {places.mean():.0f} (scatter {error:.0f})",
         )
     panel.annotate(f"$P^*$ = {first.P:.1f}", (first.P, 0.02), fontsize=8, rotation=90, va="bottom", ha="right", color=GREY)
     panel.legend(fontsize=8)
@@ -218,7 +262,12 @@ def loss_maps(maps: dict[tuple[str, str], Any], lines: dict[tuple[str, str], Dia
         panel = axes[attentions.index(attention), ("length", "vocab").index(axis)]
         loss = data.loss.mean("seed").transpose(axis, "P").values
         mesh = panel.pcolormesh(
-            data.P.values, data[axis].values, np.clip(loss, 1e-2, 1), norm=LogNorm(0.05, 1), cmap="viridis", shading="nearest"
+            data.P.values,
+            data[axis].values,
+            np.clip(loss, 1e-2, 1),
+            norm=LogNorm(0.05, 1),
+            cmap="viridis",
+            shading="nearest",
         )
         drawn = lines[attention, axis]
         for name, values in drawn.lines.items():
@@ -227,10 +276,17 @@ def loss_maps(maps: dict[tuple[str, str], Any], lines: dict[tuple[str, str], Dia
         panel.set(xscale="log", yscale="log", xlabel="training sequences $P$", ylabel="$L$" if axis == "length" else "$V$")
         ticks = data[axis].values
         panel.set_yticks(ticks, [str(tick) for tick in ticks])
-        panel.minorticks_off()
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter(ScalarFormatter())
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.yaxis.set_minor_locator(NullLocator())
         panel.set(xlim=(data.P.values[0] * 0.95, data.P.values[-1] * 1.05), title=f"{attention}: Adam from the small start")
-        panel.legend(fontsize=7, loc="lower right", frameon=True)
         figure.colorbar(mesh, ax=panel, label="loss per token")
+    shown = {}
+    for panel in axes.flat:
+        handles, labels = panel.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True))
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(shown), fontsize=8)
     return figure
 
 
@@ -239,6 +295,7 @@ def scaling_curves(found: Scaling) -> Figure:
     figure, axes = _figure(1, 3, 14, 4)
     styles = {
         "P*": (BLACK, "-", 0), "lower fold": (BLUE, ":", 0), "upper fold": (BLUE, "--", 0), "Eq. 21": (RED, "-", 0),
+        "fold scale": (BLUE, "-.", 0),
         "crossover": (BLACK, "-", 1), "Eq. 17": (RED, "-", 1), "P_c": (BLACK, "--", 1), "Eq. 16": (RED, "--", 1),
     }  # fmt: skip
     for name, (colour, style, column) in styles.items():
@@ -254,30 +311,35 @@ def scaling_curves(found: Scaling) -> Figure:
 
 
 def chi_shift(measured: dict[str, Measured], spec: Reproduction) -> Figure:
-    """SGLD minus the exact theory of the same data sets, at each chi: a shift of order 1/chi, not an error."""
+    """SGLD minus the exact theory of the same data sets, at each chi, outside the coexistence window.
+
+    Multiplied by chi the two agree: a shift of order 1/chi, not an error. Inside the window chains also change branch.
+    """
     figure, axes = _figure(len(measured), 2, 10, 3 * len(measured))
     for row, (attention, results) in enumerate(measured.items()):
+        windows = [t.window for t in results.theory.transitions if t.window]
+        places = [int(p) for p in results.exact.P.values if not any(0.97 * w[0] <= p <= 1.03 * w[1] for w in windows)]
         for column, quantity in enumerate(("cG", "loss")):
             panel = axes[row, column]
             for (factor, data), marker in zip(results.sgld.items(), ("v", "^"), strict=False):
+                sampled = [p for p in places if p in data.P.values]
                 for start, colour in START_COLOURS.items():
                     pairs = [
-                        (estimates(data, quantity, int(p), start), estimates(results.exact, quantity, int(p), start))
-                        for p in data.P.values
+                        (estimates(data, quantity, p, start), estimates(results.exact, quantity, p, start)) for p in sampled
                     ]
                     panel.errorbar(
-                        data.P.values,
-                        [factor * (sampled.mean - exact.mean) for sampled, exact in pairs],
-                        [factor * sampled.error for sampled, _ in pairs],
+                        sampled,
+                        [factor * (found.mean - exact.mean) for found, exact in pairs],
+                        [factor * found.error for found, _ in pairs],
                         fmt=marker, ms=4, color=colour, label=rf"$\chi$ = {spec.problem.chi * factor:g}, {start} start",
                     )  # fmt: skip
             panel.axhline(0, color=BLACK, lw=0.8)
+            name = NAMES[quantity].split(",")[0]
             panel.set(
                 xlabel="training sequences $P$",
-                ylabel=rf"$\chi/{spec.problem.chi:g}\;\times$ shift of {NAMES[quantity].split(',')[0]}",
+                ylabel=rf"$(\chi/{spec.problem.chi:g})\,\times$ shift of {name}",
                 title=attention,
             )
-            panel.set_yscale("symlog", linthresh=0.05)
         axes[row, 0].legend(fontsize=7)
     return figure
 
@@ -290,7 +352,12 @@ def phase_diagram(found: Diagram) -> Figure:
     values = found.loss if with_p else found.places
     finite = values[np.isfinite(values) & (values > 0)]
     mesh = panel.pcolormesh(
-        found.x.values, found.y.values, values, norm=LogNorm(finite.min(), finite.max()), cmap="viridis", shading="nearest"
+        found.x.values,
+        found.y.values,
+        values,
+        norm=LogNorm(finite.min(), finite.max()),
+        cmap="viridis",
+        shading="nearest",
     )
     figure.colorbar(mesh, ax=panel, label="loss per token of the global minimum" if with_p else "$P$ of the transition")
     for (name, line), colour in zip(found.lines.items(), (RED, ORANGE, BLACK, BLUE, GREY, GREEN, BLACK), strict=False):

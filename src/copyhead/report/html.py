@@ -33,7 +33,5 @@ def render(figures: list[Shown], **content: Any) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters["number"] = number
-    embedded = [
-        {"name": f.name, "caption": f.caption, "data": base64.b64encode(f.path.read_bytes()).decode()} for f in figures
-    ]
+    embedded = [{"name": f.name, "caption": f.caption, "data": base64.b64encode(f.path.read_bytes()).decode()} for f in figures]
     return environment.get_template("report.html.j2").render(figures=embedded, **content)

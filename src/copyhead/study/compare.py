@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xarray as xr
 
-from copyhead.experiment.diagnostics import Estimate, between_starts, over_chains, over_seeds
+from copyhead.experiment.diagnostics import NOTHING, Estimate, between_starts, over_chains, over_seeds
 from copyhead.experiment.locate import onset, resolution, steepest
 from copyhead.study.spec import Part, Reproduction
 from copyhead.study.store import Store
@@ -48,17 +48,21 @@ def gather(spec: Reproduction, work: list[Part], store: Store) -> dict[str, Meas
     """Joins the stored parts by attention, in the convention of sign of the theory."""
     found: dict[str, Measured] = {}
     for attention in spec.attentions:
-        own = [part for part in work if part.problem == spec.problem.replace(attention=attention)]
-
-        def joined(prefix: str, own: list[Part] = own) -> xr.Dataset:
-            pieces = [store.read(part.name) for part in sorted(own) if part.name.startswith(prefix)]
-            return _signed(xr.concat(pieces, dim="seed", data_vars="all", combine_attrs="drop"), attention)
-
-        sgld = {factor: joined(f"langevin-{attention}-x{factor:g}-") for factor in spec.chi_factors}
-        jump = {part.name.split("-")[1]: store.read(part.name) for part in own if part.method == "jump"}
-        theory = phases(spec.problem.replace(attention=attention))
-        found[attention] = Measured(theory, joined(f"adam-{attention}"), joined(f"exact-{attention}"), sgld, jump)
+        problem = spec.problem.replace(attention=attention)
+        jump = {
+            part.name.split("-")[1]: store.read(part.name)
+            for part in work
+            if part.method == "jump" and part.problem.attention == attention
+        }
+        adam, exact = (_joined(work, store, f"{method}-{attention}-", attention) for method in ("adam", "exact"))
+        sgld = {f: _joined(work, store, f"langevin-{attention}-x{f:g}-", attention) for f in spec.chi_factors}
+        found[attention] = Measured(phases(problem), adam, exact, sgld, jump)
     return found
+
+
+def _joined(work: list[Part], store: Store, prefix: str, attention: str) -> xr.Dataset:
+    pieces = [store.read(name) for name in sorted(part.name for part in work) if name.startswith(prefix)]
+    return _signed(xr.concat(pieces, dim="seed", data_vars="all", combine_attrs="drop"), attention)
 
 
 def _signed(data: xr.Dataset, attention: str) -> xr.Dataset:
@@ -127,7 +131,7 @@ def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[s
                     }
                     if sampled:
                         at_chi = [estimates(results.sgld[factor], quantity, sequences, start) for factor in (first, last)]
-                        limit = extrapolated(*at_chi, last / first)
+                        limit = extrapolated(at_chi[0], at_chi[1], last / first)
                         row |= {
                             "sgld": at_chi[0].mean,
                             "sgld_error": at_chi[0].error,
@@ -199,17 +203,23 @@ def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[
         for t in results.theory.transitions:
             if t.kind == "first-order" and t.window:
                 rows.append(_row(attention, "P* (equal action)", scales.copying_softmax, t.P, {}))
-                for start, fold, name in (("small", t.window[1], "upper fold"), ("copy", t.window[0], "lower fold")):
+                ends = (
+                    ("small", t.window[1], "upper fold", scales.upper_fold),
+                    ("copy", t.window[0], "lower fold", None),
+                )
+                for start, fold, name, scale in ends:
                     jump = results.jump[start]
                     places = ((jump.low + jump.high) / 2).values
                     adam = over_seeds(places)
                     sgld = {f"SGLD chi {spec.problem.chi * f:g}": _branch_change(d, start) for f, d in results.sgld.items()}
-                    rows.append(_row(attention, name, None, fold, {f"Adam from {start} start": adam, **sgld}))
+                    rows.append(_row(attention, name, scale, fold, {f"Adam from {start} start": adam, **sgld}))
             elif t.kind == "second-order":
                 rows.append(_row(attention, "P_c (pooling)", scales.pooling, t.P, _curve_places(spec, results, "c1", onset)))
             else:
                 scale = scales.copying_softmax if attention == "softmax" else scales.copying_linear
-                rows.append(_row(attention, "crossover (steepest cG)", scale, t.P, _curve_places(spec, results, "cG", steepest)))
+                rows.append(
+                    _row(attention, "crossover (steepest cG)", scale, t.P, _curve_places(spec, results, "cG", steepest))
+                )
     return rows
 
 
@@ -236,7 +246,7 @@ def _curve_places(spec: Reproduction, results: Measured, quantity: str, locate: 
         values = values.mean("draw") if "draw" in values.dims else values
         places = np.array([locate(data.P.values, values.sel(seed=seed).values) for seed in data.seed.values])
         places = places[np.isfinite(places)]
-        place = over_seeds(places) if len(places) > 1 else Estimate(*[float("nan")] * 5, len(places))
+        place = over_seeds(places) if len(places) > 1 else NOTHING._replace(n=len(places))
         found[name] = place._replace(error=float(np.hypot(place.error, resolution(data.P.values, place.mean))))
     return found
 

@@ -12,9 +12,7 @@ from copyhead.problem import Problem, ProblemError
 from copyhead.theory.leading_order import leading_order
 from copyhead.theory.transition import Phases, phases
 
-NUMERIC = tuple(
-    name for name, field in Problem.model_fields.items() if field.annotation in (int, float) or name == "sequences"
-)
+NUMERIC = tuple(name for name, field in Problem.model_fields.items() if field.annotation in (int, float) or name == "sequences")
 INTEGER = tuple(name for name, field in Problem.model_fields.items() if field.annotation is int)
 
 
@@ -119,7 +117,9 @@ def diagram(problem: Problem, x: Axis, y: Axis, step: Callable[[], None] = lambd
             found = phases(problem.replace(**{x.name: x.values[column], y.name: y.values[row]}))
             verdicts[row, column] = found.verdict
             if found.transitions:
-                strongest = next(t for t in found.transitions if t.kind == found.verdict) if found.complete else found.transitions[0]
+                strongest = (
+                    next(t for t in found.transitions if t.kind == found.verdict) if found.complete else found.transitions[0]
+                )
                 places[row, column] = strongest.P
                 loss[row, column], cG[row, column] = strongest.after.loss, strongest.after.cG
             step()

@@ -72,9 +72,7 @@ def plane_cells(problem: Problem, spec: Reproduction, sequences: list[int], seed
     return _grid(observed, ("P", "seed"), shape, coords).assign(gradient=(("P", "seed"), gradient.reshape(shape)))
 
 
-def langevin_cells(
-    problem: Problem, spec: Reproduction, sequences: list[int], seeds: list[int], chi: float
-) -> xr.Dataset:
+def langevin_cells(problem: Problem, spec: Reproduction, sequences: list[int], seeds: list[int], chi: float) -> xr.Dataset:
     """SGLD from both starts on every (P, data seed), at one chi."""
     from copyhead.experiment.cells import STARTS, assemble, objective
     from copyhead.experiment.langevin import LangevinSettings, sample
@@ -185,9 +183,7 @@ def run(parts: list[Part], spec: Reproduction, store: Store, workers: int, done:
     os.environ["NPROC"] = "1"  # read when JAX is imported, so it must stand before the workers start
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     try:
-        running: dict[Future[float], Part] = {
-            pool.submit(execute, part, spec, store.path(part.name)): part for part in waiting
-        }
+        running: dict[Future[float], Part] = {pool.submit(execute, part, spec, store.path(part.name)): part for part in waiting}
         while running:
             finished, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in finished:

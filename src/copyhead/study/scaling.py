@@ -13,11 +13,14 @@ from copyhead.theory.leading_order import leading_order
 from copyhead.theory.transition import phases
 
 LENGTHS = (18, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-PLACES = ("P*", "lower fold", "upper fold", "Eq. 21", "P_c", "Eq. 16", "crossover", "Eq. 17")
+PLACES = ("P*", "lower fold", "upper fold", "Eq. 21", "P_c", "Eq. 16", "crossover", "Eq. 17", "fold scale")
 
 
 class Scaling(NamedTuple):
-    """places: P by name (see PLACES), nan where there is none at that L. Softmax: P*, folds, Eq. 21; linear: the rest."""
+    """places: P by name (see PLACES), nan where there is none at that L.
+
+    Softmax: P*, the folds, the scale of the upper one, Eq. 21. Linear: the rest.
+    """
 
     lengths: Float[np.ndarray, "n"]
     places: dict[str, Float[np.ndarray, "n"]]
@@ -34,7 +37,8 @@ def scaling(problem: Problem, lengths: Sequence[int] = LENGTHS) -> Scaling:
     for index, length in enumerate(lengths):
         varied = problem.replace(length=length, sequences=None)
         scales = leading_order(varied)
-        places["Eq. 16"][index], places["Eq. 17"][index], places["Eq. 21"][index] = scales
+        for name, value in zip(("Eq. 16", "Eq. 17", "Eq. 21", "fold scale"), scales, strict=True):
+            places[name][index] = value
         for t in phases(varied.replace(attention="softmax")).transitions:
             if t.window:
                 places["P*"][index] = t.P

@@ -23,7 +23,8 @@ class Reproduction(Record):
     problem: Problem = Field(default_factory=lambda: Problem.preset("paper"), description="sizes and prior of the network")
     attentions: tuple[Attention, ...] = Field(default=("softmax", "linear"), min_length=1, description="kinds of attention")
     grid: tuple[int, ...] | None = Field(
-        default=None, description="P of every training run, ascending integers >= 1 (at least 4); default: from the theory"
+        default=None,
+        description="P of every training run, ascending integers >= 1 (at least 4); default: from the theory",
     )
     seeds: int = Field(default=8, ge=2, le=1000, description="number of data sets")
     chi_factors: tuple[float, float] = Field(default=(1.0, 3.0), description="chi of the two SGLD runs, in units of chi")
@@ -121,7 +122,15 @@ def parts(spec: Reproduction) -> list[Part]:
                 cost = len(sampled) * len(seeds) * (spec.warmup + spec.draws * spec.thin)
                 found.append(Part(f"langevin-{attention}-x{factor:g}-{number}", "langevin", problem, arguments, cost * 2.5))
             arguments = {"sequences": grid, "seeds": seeds}
-            found.append(Part(f"adam-{attention}-{number}", "adam", problem, arguments, len(grid) * len(seeds) * spec.adam_steps * 2))
+            found.append(
+                Part(
+                    f"adam-{attention}-{number}",
+                    "adam",
+                    problem,
+                    arguments,
+                    len(grid) * len(seeds) * spec.adam_steps * 2,
+                )
+            )
             found.append(Part(f"exact-{attention}-{number}", "exact", problem, arguments, len(grid) * len(seeds) * 2e4))
         if theory.verdict == "first-order":
             window = next(t.window for t in theory.transitions if t.window)

@@ -6,7 +6,6 @@ layout the same functions work on empirical moments.
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 

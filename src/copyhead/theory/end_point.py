@@ -10,9 +10,9 @@ import math
 from typing import Literal, NamedTuple
 
 import numpy as np
-from scipy.optimize import brentq
 
 from copyhead.problem import Problem
+from copyhead.theory import scalar
 from copyhead.theory.action import copy_task
 from copyhead.theory.saddle_point import Point, System, follow, slowest
 from copyhead.theory.transition import search_range
@@ -58,7 +58,7 @@ def end_point(problem: Problem, parameter: Parameter = "length") -> EndPoint | N
         for sign in (-1, 1):
             inner, outer = (max(center + sign * k * math.log(2), least) for k in (step - 1, step))
             if inner != outer and speed(outer) * here < 0:
-                log_value = float(brentq(speed, inner, outer, xtol=1e-13, rtol=1e-13))
+                log_value = scalar.root(speed, inner, outer)
                 system, point = _slowest_point(problem, parameter, math.exp(log_value))
                 cG = float(system.coordinates(point.z)[1])
                 return EndPoint(parameter, math.exp(log_value), math.exp(point.log_p), cG, float(point.tangent[-1]))

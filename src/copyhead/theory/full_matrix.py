@@ -59,16 +59,13 @@ def minimise(task: Task, start: Float[np.ndarray, "L L"], kind: Attention, toler
     return FullMinimum(found.x.reshape(shape), float(found.fun), gradient, gradient < 100 * tolerance)
 
 
-def measure(
-    logits: Float[np.ndarray, "L L"], task: Task, population: Moments, kind: Attention
-) -> OrderParameters:
+def measure(logits: Float[np.ndarray, "L L"], task: Task, population: Moments, kind: Attention) -> OrderParameters:
     """Order parameters of any matrix; loss per token on the population, with W at its optimum for the task's own data."""
     with jax.enable_x64(True):
         task, population = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (task, population))
-        logits = jnp.asarray(logits)
-        matrix = attention(logits, kind, task.prior.length)
-        output = best_output(token_blocks(logits, task, kind), task.prior)[0]
-        c1, cG = project(logits, task.target, task.layout)
+        matrix = attention(jnp.asarray(logits), kind, task.prior.length)
+        output = best_output(token_blocks(jnp.asarray(logits), task, kind), task.prior)[0]
+        c1, cG = project(jnp.asarray(logits), task.target, task.layout)
         off, excess = project(matrix, task.target, task.layout)
         loss = loss_per_token(matrix, output, task.target, population, task.layout)
         return OrderParameters(*(float(value) for value in (c1, cG, task.prior.length * off, excess, loss)))

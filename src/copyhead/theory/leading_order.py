@@ -1,4 +1,4 @@
-"""The paper's leading-order places of the transitions, Eqs. 16, 17 and 21: scaling laws, not the exact minimum."""
+"""Leading-order places of the transitions: the paper's Eqs. 16, 17 and 21, and the upper fold. Scaling laws, not minima."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ class LeadingOrder(NamedTuple):
     pooling: float
     copying_linear: float
     copying_softmax: float
+    upper_fold: float
 
 
 def leading_order(problem: Problem) -> LeadingOrder:
-    """The three scales in P, whatever the attention.
+    """The scales in P, whatever the attention.
 
     pooling (Eq. 16), linear attention, L^2 >> V: sigma^2 L V / ((tau_p + tau_x L / V) sqrt(g_O g_W)).
     copying_linear (Eq. 17), a crossover, so a scale only: sigma^2 L^(3/2) V^(1/2) / (tau_p sqrt(g_O g_W)).
     copying_softmax (Eq. 21): (L / (4 g_W tau_p^2)) (V / (V - 1)) sigma^2 ln^2 L; 2 to 3 times below the exact place.
+    upper_fold, softmax, ours (docs/theory.md): where training from small weights leaves the uniform state for L >> V,
+    (L^2 / (2 e g_W tau_p^2)) (V / (V - 1)) sigma^2, from e^cG << L and P t >> kappa V / g_O.
     """
     length, vocab, noise = problem.length, problem.vocab, problem.noise
     deviation = math.sqrt(problem.output_variance * problem.logit_variance)
     kernel = problem.position_scale + problem.token_scale * length / vocab
+    softmax = length * noise * vocab / (vocab - 1) / (problem.logit_variance * problem.position_scale**2)
     return LeadingOrder(
         noise * length * vocab / (kernel * deviation),
         noise * length**1.5 * vocab**0.5 / (problem.position_scale * deviation),
-        length * noise * vocab / (vocab - 1) * math.log(length) ** 2
-        / (4 * problem.logit_variance * problem.position_scale**2),
+        softmax * math.log(length) ** 2 / 4,
+        softmax * length / (2 * math.e),
     )

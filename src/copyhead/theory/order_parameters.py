@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 
 from copyhead.model.attention import attention
 from copyhead.model.layout import Layout
-from copyhead.theory.posterior import Task, loss_per_token
 from copyhead.problem import Attention
+from copyhead.theory.posterior import Task, loss_per_token
 
 Number = Float[Array, "..."] | float
 

@@ -1,13 +1,12 @@
 """Stationary points of the reduced action: Newton, continuation in P through folds, pitchforks and branch switching.
 
-All work is done in whitened coordinates z, in which the prior is proportional to |z|^2, and u = ln P. A branch is a curve of solutions
-of grad_z S = 0 in (z, u), followed by pseudo-arclength continuation: predictor along the tangent, Newton corrector in the
-plane orthogonal to it. A stationary point is a minimum only if the lowest eigenvalue of its Hessian is positive.
+All work is done in whitened coordinates z, in which the prior is proportional to |z|^2, and u = ln P. A branch is a curve of
+solutions of grad_z S = 0 in (z, u), followed by pseudo-arclength continuation: predictor along the tangent, Newton corrector
+in the plane orthogonal to it. A stationary point is a minimum only if the lowest eigenvalue of its Hessian is positive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -17,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from scipy.optimize import brentq, minimize_scalar
 
 from copyhead.problem import Attention
+from copyhead.theory import scalar
 from copyhead.theory.action import at, reduced_action
 from copyhead.theory.posterior import Task
 
@@ -43,8 +42,8 @@ LOG_P_ZERO = -700.0
 class Point(NamedTuple):
     """A solution of grad_z S = 0 at P = exp(log_p), with what the neighbouring solutions need.
 
-    tangent: unit vector (z, u) along the branch. lowest: lowest eigenvalue of the Hessian of S / unit in z (one for the bare prior). soft: its
-    eigenvector. residual: norm of the gradient of S / unit.
+    tangent: unit vector (z, u) along the branch. lowest: lowest eigenvalue of the Hessian of S / unit in z (one for the bare
+    prior). soft: its eigenvector. residual: norm of the gradient of S / unit.
     """
 
     z: Float[np.ndarray, "d"]
@@ -70,7 +69,9 @@ def _solve_bordered(matrix: Float[Array, "n n"], right: Float[Array, "n"]) -> Fl
         return jnp.linalg.solve(matrix, right)
     a, b, c = matrix.T
     volume = jnp.dot(a, jnp.cross(b, c))
-    return jnp.stack([jnp.dot(right, jnp.cross(b, c)), jnp.dot(a, jnp.cross(right, c)), jnp.dot(a, jnp.cross(b, right))]) / volume
+    return (
+        jnp.stack([jnp.dot(right, jnp.cross(b, c)), jnp.dot(a, jnp.cross(right, c)), jnp.dot(a, jnp.cross(b, right))]) / volume
+    )
 
 
 @partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
@@ -132,8 +133,8 @@ class System:
         bare = cls(task, kind, np.eye(2), 1.0)
         no_data = bare._solve(np.array([[0.0, 0.0, LOG_P_ZERO]]), np.array([[0.0, 0.0, 1.0]]), np.array([LOG_P_ZERO]))
         root = np.linalg.cholesky(no_data[1][0, :2, :2])
-        # The size of z is set by what the data ask of the logits: order one for softmax, and (tau_p^2 g_W / g_O)^(1/4) for linear
-        # attention, where only the product of G and W matters. A curve drawn on the scale of a wide prior is a needle.
+        # The size of z is set by what the data ask of the logits: order one for softmax, and (tau_p^2 g_W / g_O)^(1/4) for
+        # linear attention, where only the product of G and W matters. On the scale of a wide prior the curve is a needle.
         widths = task.prior.position_scale**2 * task.prior.logit_variance / task.prior.output_variance
         balance = float(widths) ** 0.25
         size = 1.0 if kind == "softmax" else balance
@@ -151,7 +152,13 @@ class System:
         inputs = [np.concatenate([part, np.repeat(part[-1:], padded - count, 0)]) for part in (vectors, normals, offsets)]
         with jax.enable_x64(True):
             batches = [
-                _correct(*(part[i : i + BATCH] for part in inputs), self.whitening, np.float64(self.unit), self.task, self.kind)
+                _correct(
+                    *(part[i : i + BATCH] for part in inputs),
+                    self.whitening,
+                    np.float64(self.unit),
+                    self.task,
+                    self.kind,
+                )
                 for i in range(0, padded, BATCH)
             ]
             return tuple(np.concatenate(parts)[:count] for parts in zip(*batches, strict=True))
@@ -279,7 +286,7 @@ def _insert_near_folds(system: System, points: list[Point]) -> list[Point]:
         speeds = [sign * point.tangent[-1] for point in (before, here, after)]
         lengths = [np.linalg.norm(there.vector - here.vector) for there in (before, after)]
         # the parabola through the three values tells whether the minimum between them can come near zero
-        parabola = np.polyfit([-lengths[0], 0.0, lengths[1]], speeds, 2)
+        parabola = np.polyfit(np.array([-lengths[0], 0.0, lengths[1]]), np.array(speeds), 2)
         lowest = speeds[1] if parabola[0] <= 0 else parabola[2] - parabola[1] ** 2 / (4 * parabola[0])
         if not (0 < speeds[1] <= min(speeds[0], speeds[2]) and lowest < 0.5 * speeds[1]):
             continue
@@ -294,29 +301,18 @@ def _insert_near_folds(system: System, points: list[Point]) -> list[Point]:
 
 def slowest(system: System, before: Point, span: float, sign: float = 1.0) -> Point:
     """The point of a branch, from `before` over a length `span`, where sign * du/ds is least."""
-    place = minimize_scalar(
-        lambda s: sign * system.advance(before, s).tangent[-1], bounds=(0.0, span), method="bounded", options={"xatol": 1e-9}
-    )
-    return system.advance(before, float(place.x))
+    return system.advance(before, scalar.minimum(lambda s: sign * system.advance(before, s).tangent[-1], 0.0, span))
 
 
 def _locate(system: System, here: Point, there: Point) -> Event:
     """The root of the lowest eigenvalue between two points of a branch."""
     span = float((there.vector - here.vector) @ here.tangent)
-    root = _root(lambda s: system.advance(here, s).lowest, span)
-    point = system.advance(here, root)
+    place = scalar.root(lambda s: system.advance(here, s).lowest, 0.0, span)
+    point = system.advance(here, place)
     if not point.converged:  # exactly on a pitchfork the bordered matrix is singular: step off it by rounding
-        point = system.advance(here, root * (1 - 1e-9))
+        point = system.advance(here, place * (1 - 1e-9))
     kind: EventKind = "fold" if here.tangent[-1] * there.tangent[-1] < 0 else "pitchfork"
     return Event(kind, point)
-
-
-def _root(function: Callable[[float], float], span: float) -> float:
-    """The root in [0, span]; where rounding has taken the change of sign away, the end that is closer to zero."""
-    ends = function(0.0), function(span)
-    if ends[0] * ends[1] >= 0:
-        return 0.0 if abs(ends[0]) < abs(ends[1]) else span
-    return float(brentq(function, 0.0, span, xtol=1e-15, rtol=1e-14))
 
 
 def switch(system: System, event: Event, lower: float, upper: float) -> Branch | None:
@@ -391,4 +387,4 @@ def minimum_on(system: System, segment: Segment, log_p: float) -> Point | None:
     # Next to a fold z grows like a square root of P, and Newton at fixed P may leave the branch: go along the arc instead.
     anchor, other = (left, right) if left.lowest > right.lowest else (right, left)
     span = float((other.vector - anchor.vector) @ anchor.tangent)
-    return system.advance(anchor, _root(lambda s: system.advance(anchor, s).log_p - log_p, span))
+    return system.advance(anchor, scalar.root(lambda s: system.advance(anchor, s).log_p - log_p, 0.0, span))

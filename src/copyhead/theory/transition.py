@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
-from scipy.optimize import brentq, minimize_scalar
 
 from copyhead.problem import Attention, Problem
+from copyhead.theory import scalar
 from copyhead.theory.action import at, copy_task
 from copyhead.theory.leading_order import leading_order
 from copyhead.theory.order_parameters import OrderParameters, order_parameters
@@ -52,7 +52,7 @@ class Transition(NamedTuple):
 
 
 class Minimum(NamedTuple):
-    """A minimum of the action at one P. lowest: lowest Hessian eigenvalue of S / L in whitened order parameters."""
+    """A minimum of the action at one P. lowest: lowest Hessian eigenvalue in whitened coordinates, one for the bare prior."""
 
     order_parameters: OrderParameters
     action: float
@@ -67,10 +67,8 @@ def _observe(coordinates: np.ndarray, task: Task, sequences: float, kind: Attent
 
 def search_range(problem: Problem) -> tuple[float, float]:
     """Range of P that holds every transition: beyond all scales of the action."""
-    scales = [*leading_order(problem)]
-    # the spinodal of softmax when the ridge is negligible, P t >> r, grows as L^2
-    scales.append(problem.noise * problem.length**2 / (problem.logit_variance * problem.position_scale**2))
-    return min(scales) / 100, max(scales) * 10
+    scales = leading_order(problem)
+    return min(scales) / 100, max(scales) * 50
 
 
 @dataclass(frozen=True)
@@ -91,9 +89,7 @@ class Phases:
     def observe(self, point: Point) -> OrderParameters:
         """Order parameters and loss of a point, as floats."""
         with jax.enable_x64(True):
-            values = _observe(
-                self.system.coordinates(point.z), self.system.task, np.exp(point.log_p), self.system.kind
-            )
+            values = _observe(self.system.coordinates(point.z), self.system.task, np.exp(point.log_p), self.system.kind)
             return OrderParameters(*(float(value) for value in values))
 
     def points(self, log_p: float) -> list[tuple[Segment, Point]]:
@@ -131,7 +127,8 @@ class Phases:
         """The strongest transition: first-order before second-order before crossover."""
         kinds = {transition.kind for transition in self.transitions}
         order: tuple[Kind, ...] = ("first-order", "second-order", "crossover")
-        return next((kind for kind in order if kind in kinds), "undetermined") if self.complete else "undetermined"
+        found: list[Verdict] = [kind for kind in order if kind in kinds]
+        return found[0] if found and self.complete else "undetermined"
 
     def _global(self, log_p: float) -> Segment:
         return self.points(log_p)[0][0]
@@ -150,15 +147,14 @@ class Phases:
 
             if difference(lower) * difference(upper) >= 0:
                 continue
-            log_p = brentq(difference, lower, upper, xtol=1e-14, rtol=1e-14)
+            log_p = scalar.root(difference, lower, upper)
             lowest = [segment for segment, _ in self.points(log_p)[:2]]
             if first in lowest and second in lowest:
                 before, after = (minimum_on(self.system, segment, log_p) for segment in (first, second))
                 window = (math.exp(lower), math.exp(upper))
-                assert before is not None and after is not None
-                found.append(
-                    Transition("first-order", math.exp(log_p), window, self.observe(before), self.observe(after))
-                )
+                if before is None or after is None:
+                    continue
+                found.append(Transition("first-order", math.exp(log_p), window, self.observe(before), self.observe(after)))
         return found
 
     def _second_order(self) -> list[Transition]:
@@ -191,13 +187,11 @@ class Phases:
                     point = minimum_on(self.system, segment, log_p)
                     return math.inf if point is None else -self.system.slope(point)
 
-                place = minimize_scalar(falling, bounds=bounds, method="bounded", options={"xatol": 1e-9})
-                steepest = -float(place.fun)
-                point = minimum_on(self.system, segment, float(place.x))
+                point = minimum_on(self.system, segment, scalar.minimum(falling, *bounds))
                 if point is None or self._global(point.log_p) is not segment:
                     continue
-                if best is None or steepest > best[0]:
-                    best = steepest, point
+                if best is None or self.system.slope(point) > best[0]:
+                    best = self.system.slope(point), point
         if best is None:
             return []
         state = self.observe(best[1])
@@ -248,9 +242,7 @@ def phases(problem: Problem, task: Task | None = None, upper: float | None = Non
     return Phases(system, tuple(pieces), lower, upper, starts, complete)
 
 
-def _search_disconnected(
-    system: System, branches: list[Branch], pieces: list[Segment], lower: float, upper: float
-) -> int:
+def _search_disconnected(system: System, branches: list[Branch], pieces: list[Segment], lower: float, upper: float) -> int:
     """Adds to `branches` and `pieces` the minima that Newton finds from a grid of starts and that no piece explains.
 
     Returns:
@@ -263,7 +255,9 @@ def _search_disconnected(
     places = [place for place in wanted if lower < place < upper]
     # Softmax does not depend on the first coordinate (the mean of a row); linear attention is odd, so half a plane will do.
     linear = system.kind == "linear"
-    grid = np.array(list(product((-1, -0.5, 0, 0.5, 1) if linear else (0,), (0.3, 0.65, 1) if linear else (-1, -0.3, 0.2, 0.6, 1))))
+    grid = np.array(
+        list(product((-1, -0.5, 0, 0.5, 1) if linear else (0,), (0.3, 0.65, 1) if linear else (-1, -0.3, 0.2, 0.6, 1)))
+    )
     grid, mirrored = grid * reach, (1, -1) if linear else (1,)
     for log_p in places:
         known = [other.z for piece in pieces if (other := minimum_on(system, piece, log_p)) is not None]
@@ -285,8 +279,6 @@ def _both_ways(system: System, point: Point, branches: list[Branch], lower: floa
     back = follow(system, point._replace(tangent=-point.tangent), lower, upper)
     ahead = follow(system, point, lower, upper)
     turned = [other._replace(tangent=-other.tangent) for other in reversed(back.points[1:])]
-    whole = Branch(
-        (*turned, *ahead.points), (*reversed(back.events), *ahead.events), back.complete and ahead.complete
-    )
+    whole = Branch((*turned, *ahead.points), (*reversed(back.events), *ahead.events), back.complete and ahead.complete)
     branches.append(whole)
     return segments(whole)

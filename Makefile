@@ -1,0 +1,32 @@
+# Each target makes its own environment in .venv if there is none.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+OUT ?= reproduction
+
+.PHONY: reproduce test lint bench clean
+
+reproduce: $(READY)
+	$(BIN)/copyhead reproduce --out $(OUT) $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench
+	$(BIN)/pyright
+
+bench: $(READY)
+	$(BIN)/python bench/step.py $(ARGS)
+
+$(READY): pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'copyhead needs Python 3.11 or newer, not ' + sys.version.split()[0])"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV)
