@@ -131,7 +131,7 @@ def diagram(
     - `copyhead diagram --attention linear --x sequences=20:3000:80 --y token-scale=0.01,0.1,1 --json`
     """
     from copyhead.report.figures import FIGURE_SUFFIXES, phase_diagram, save
-    from copyhead.study.diagram import cost, parse_axis
+    from copyhead.study.diagram import check, cost, parse_axis
     from copyhead.study.diagram import diagram as solve
 
     if not as_json and out.suffix not in FIGURE_SUFFIXES:
@@ -139,6 +139,7 @@ def diagram(
     if not as_json and out.exists() and not force:
         raise ProblemError(f"out = {str(out)!r}: exists; give --force to replace it, or another name")
     axes = parse_axis("x", x), parse_axis("y", y)
+    check(problem, *axes)
     with _progress("phase diagram", cost(*axes)) as advance:
         found = solve(problem, *axes, step=lambda: advance(1))
     if as_json:
@@ -202,6 +203,10 @@ class _progress:
         self.bar.stop()
 
 
+# Exit status after Ctrl-C; the parser catches the interrupt and returns this.
+INTERRUPTED = 130
+
+
 def main() -> None:
     """Entry point: every expected error is one line on stderr; 2 for bad input, 130 for an interrupt."""
     usage_error: Any = typer.BadParameter.__base__  # UsageError of the parser, which typer does not export
@@ -211,10 +216,9 @@ def main() -> None:
         if message := error.format_message():  # empty where the help was printed for want of arguments
             print(f"copyhead: {message}", file=sys.stderr)
         sys.exit(2)
-    except (KeyboardInterrupt, typer.Abort):
-        print("copyhead: interrupted; finished parts are kept, the same command goes on from there", file=sys.stderr)
-        sys.exit(130)
     except (ProblemError, OSError) as error:
         print(f"copyhead: {error}", file=sys.stderr)
         sys.exit(2)
+    if code == INTERRUPTED:
+        print("copyhead: interrupted; finished parts are kept, the same command goes on from there", file=sys.stderr)
     sys.exit(code)

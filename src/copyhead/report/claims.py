@@ -100,7 +100,7 @@ def _pooling(row: dict[str, Any] | None) -> Claim:
     return Claim(
         "linear attention: second-order transition to uniform pooling, P about 100",
         "theory: none" if row is None else f"P_c = {row['exact']:.1f}, Adam {_place(row)}",
-        "not found" if row is None else "reproduced",
+        _verdict(row),
     )
 
 
@@ -125,7 +125,7 @@ def _crossover(row: dict[str, Any] | None) -> Claim:
     return Claim(
         "then a crossover to copying, P about 322 to 400, no transition",
         found,
-        "not found" if row is None else "reproduced",
+        _verdict(row),
     )
 
 
@@ -139,8 +139,16 @@ def _agreement(agreements: list[Agreement]) -> Claim:
 
 
 def _place(row: dict[str, Any]) -> str:
-    value = row["measured"].get("Adam")
-    return "not measured" if value is None else f"{value['P']:.1f} ± {value['error']:.1f}"
+    value = row["measured"]["Adam"]
+    return f"{value['P']:.1f} ± {value['error']:.1f}" if np.isfinite(value["P"]) else "not resolved by this grid"
+
+
+def _verdict(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "not found"
+    return (
+        "reproduced" if np.isfinite(row["measured"]["Adam"]["P"]) else "reproduced by the theory; not resolved by training here"
+    )
 
 
 def remarks(rows: list[dict[str, Any]], measured: dict[str, Measured]) -> list[str]:
@@ -157,8 +165,8 @@ def remarks(rows: list[dict[str, Any]], measured: dict[str, Measured]) -> list[s
             found.append(
                 f"{attention}: the population theory replaces a data set by its expectation (equivalent kernel). Its cG "
                 f"differs from that of the exact theory on the same data sets by up to {100 * max(shifts):.1f}% (median "
-                f"{100 * float(np.median(shifts)):.1f}%). This finite-data shift is nearly the same in all data sets, so it can "
-                f"be larger than the scatter between them. Converged Adam runs differ from the exact theory by at most "
+                f"{100 * float(np.median(shifts)):.1f}%). This finite-data shift is nearly the same in all data sets, so it "
+                f"can be larger than the scatter between them. Converged Adam runs differ from the exact theory by at most "
                 f"{max(adam):.1e} in cG."
             )
         if slow:

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from copyhead.problem import Problem
-from copyhead.study.compare import Measured, estimates
+from copyhead.study.compare import Curves, Measured
 from copyhead.study.diagram import Diagram
 from copyhead.study.scaling import Scaling
 from copyhead.study.spec import Reproduction
@@ -59,6 +59,8 @@ def save(figure: Figure, *paths: Path) -> None:
         OSError: if a file cannot be written.
     """
     with matplotlib.rc_context(STYLE):
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # keeps the layout just found, once for all formats
         for path in paths:
             metadata = {"Date": None} if path.suffix == ".svg" else None
             figure.savefig(path, dpi=150, metadata=metadata)
@@ -108,7 +110,7 @@ def _range(found: Phases) -> tuple[float, float]:
 def order_parameters(results: Measured, spec: Reproduction) -> Figure:
     """Order parameters and loss: theory as lines, Adam (both starts) and SGLD (two chi) as dots with errors."""
     figure, axes = _figure(2, 3, 12, 6.6)
-    low, high = float(results.adam.P.min()) * 0.95, float(results.adam.P.max()) * 1.05
+    low, high = results.adam.sequences[0] * 0.95, results.adam.sequences[-1] * 1.05
     for panel, quantity in zip(axes.flat, NAMES, strict=False):
         _draw_minima(panel, results.theory, quantity, low, high)
         for start, colour in START_COLOURS.items():
@@ -132,14 +134,14 @@ def order_parameters(results: Measured, spec: Reproduction) -> Figure:
     handles += [Line2D([], [], color=BLACK, ls=style) for style in ("-", (0, (4, 2)))]
     labels += ["theory, global minimum", "theory, metastable minimum"]
     legend.legend(handles, labels, loc="center")
-    seeds = results.adam.sizes["seed"]
+    seeds = results.adam.data.sizes["seed"]
     legend.set_title(f"mean over {seeds} data sets; error bars: standard error", fontsize=8)
     return figure
 
 
 def _dots(
     axes: Axes,
-    data: Any,
+    curves: Curves,
     quantity: str,
     start: str,
     marker: str,
@@ -149,9 +151,9 @@ def _dots(
     filled: bool,
     size: float = 6,
 ) -> None:
-    found = [estimates(data, quantity, int(p), start) for p in data.P.values]
+    found = [curves.estimate(quantity, place, start) for place in curves.sequences]
     axes.errorbar(
-        data.P.values,
+        curves.sequences,
         [estimate.mean for estimate in found],
         [estimate.error for estimate in found],
         fmt=marker,
@@ -318,15 +320,13 @@ def chi_shift(measured: dict[str, Measured], spec: Reproduction) -> Figure:
     figure, axes = _figure(len(measured), 2, 10, 3 * len(measured))
     for row, (attention, results) in enumerate(measured.items()):
         windows = [t.window for t in results.theory.transitions if t.window]
-        places = [int(p) for p in results.exact.P.values if not any(0.97 * w[0] <= p <= 1.03 * w[1] for w in windows)]
+        places = [p for p in results.exact.sequences if not any(0.97 * w[0] <= p <= 1.03 * w[1] for w in windows)]
         for column, quantity in enumerate(("cG", "loss")):
             panel = axes[row, column]
             for (factor, data), marker in zip(results.sgld.items(), ("v", "^"), strict=False):
-                sampled = [p for p in places if p in data.P.values]
+                sampled = [p for p in places if p in data.sequences]
                 for start, colour in START_COLOURS.items():
-                    pairs = [
-                        (estimates(data, quantity, p, start), estimates(results.exact, quantity, p, start)) for p in sampled
-                    ]
+                    pairs = [(data.estimate(quantity, p, start), results.exact.estimate(quantity, p, start)) for p in sampled]
                     panel.errorbar(
                         sampled,
                         [factor * (found.mean - exact.mean) for found, exact in pairs],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,13 +35,34 @@ def branch_state(found: Phases, sequences: float, start: str) -> Minimum:
     return choose(minima, key=lambda minimum: float(minimum.order_parameters.cG))
 
 
+@dataclass(frozen=True, eq=False)
+class Curves:
+    """Results of one method over P, data seed and start, and over draws if it samples."""
+
+    data: xr.Dataset
+    known: dict[tuple[str, int, str], Estimate] = field(default_factory=dict)
+
+    @property
+    def sequences(self) -> list[int]:
+        return [int(place) for place in self.data.P.values]
+
+    def estimate(self, quantity: str, sequences: int, start: str) -> Estimate:
+        """The estimate of one quantity at one grid point; computed once."""
+        key = (quantity, sequences, start)
+        if key not in self.known:
+            values = self.data[quantity].sel(P=sequences, start=start)
+            chains = "draw" in values.dims
+            self.known[key] = over_chains(values.transpose("seed", "draw").values) if chains else over_seeds(values.values)
+        return self.known[key]
+
+
 class Measured(NamedTuple):
-    """All results of one attention. sgld: by chi factor. jump: by start, None if there is no first-order transition."""
+    """All results of one attention. sgld: by chi factor. jump: by start, empty if there is no first-order transition."""
 
     theory: Phases
-    adam: xr.Dataset
-    exact: xr.Dataset
-    sgld: dict[float, xr.Dataset]
+    adam: Curves
+    exact: Curves
+    sgld: dict[float, Curves]
     jump: dict[str, xr.Dataset]
 
 
@@ -60,9 +82,9 @@ def gather(spec: Reproduction, work: list[Part], store: Store) -> dict[str, Meas
     return found
 
 
-def _joined(work: list[Part], store: Store, prefix: str, attention: str) -> xr.Dataset:
+def _joined(work: list[Part], store: Store, prefix: str, attention: str) -> Curves:
     pieces = [store.read(name) for name in sorted(part.name for part in work) if name.startswith(prefix)]
-    return _signed(xr.concat(pieces, dim="seed", data_vars="all", combine_attrs="drop"), attention)
+    return Curves(_signed(xr.concat(pieces, dim="seed", data_vars="all", combine_attrs="drop"), attention))
 
 
 def _signed(data: xr.Dataset, attention: str) -> xr.Dataset:
@@ -75,14 +97,6 @@ def _signed(data: xr.Dataset, attention: str) -> xr.Dataset:
     else:
         sign = xr.where(data.c1 < 0, -1.0, 1.0)
     return data.assign({name: data[name] * sign for name in ("c1", "cG", "a1", "aG")})
-
-
-def estimates(data: xr.Dataset, quantity: str, sequences: int, start: str) -> Estimate:
-    """The estimate of one quantity at one grid point."""
-    values = data[quantity].sel(P=sequences, start=start)
-    if "draw" in values.dims:
-        return over_chains(values.transpose("seed", "draw").values)
-    return over_seeds(values.values)
 
 
 def extrapolated(low: Estimate, high: Estimate, factor: float) -> Estimate:
@@ -105,15 +119,15 @@ def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[s
     for attention, results in measured.items():
         window = next((t.window for t in results.theory.transitions if t.window), None)
         first, last = spec.chi_factors[0], spec.chi_factors[-1]
-        for sequences in map(int, results.adam.P.values):
+        for sequences in results.adam.sequences:
             inside = window is not None and window[0] <= sequences <= window[1]
-            for start in map(str, results.adam.start.values):
+            for start in map(str, results.adam.data.start.values):
                 state = branch_state(results.theory, sequences, start).order_parameters._asdict()
-                sampled = sequences in results.sgld[first].P.values
-                converged = float((results.adam.gradient.sel(P=sequences, start=start) < 1e-3).mean())
+                sampled = sequences in results.sgld[first].sequences
+                converged = float((results.adam.data.gradient.sel(P=sequences, start=start) < 1e-3).mean())
                 for quantity in QUANTITIES:
-                    exact = estimates(results.exact, quantity, sequences, start)
-                    adam = estimates(results.adam, quantity, sequences, start)
+                    exact = results.exact.estimate(quantity, sequences, start)
+                    adam = results.adam.estimate(quantity, sequences, start)
                     row = {
                         "attention": attention,
                         "P": sequences,
@@ -130,7 +144,7 @@ def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[s
                         "adam_z_paired": _z(adam.mean - exact.mean, adam.error),
                     }
                     if sampled:
-                        at_chi = [estimates(results.sgld[factor], quantity, sequences, start) for factor in (first, last)]
+                        at_chi = [results.sgld[factor].estimate(quantity, sequences, start) for factor in (first, last)]
                         limit = extrapolated(at_chi[0], at_chi[1], last / first)
                         row |= {
                             "sgld": at_chi[0].mean,
@@ -142,7 +156,7 @@ def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[s
                             "sgld_ess": limit.ess,
                             "sgld_rhat": limit.rhat,
                             "sgld_mixed": limit.mixed,
-                            "sgld_rhat_between_starts": _between(results.sgld[first], quantity, sequences),
+                            "sgld_rhat_between_starts": _between(results.sgld[first].data, quantity, sequences),
                             "sgld_z": _z(limit.mean - float(state[quantity]), np.hypot(exact.scatter, limit.error)),
                             "sgld_z_paired": _z(limit.mean - exact.mean, limit.error),
                         }
@@ -211,7 +225,9 @@ def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[
                     jump = results.jump[start]
                     places = ((jump.low + jump.high) / 2).values
                     adam = over_seeds(places)
-                    sgld = {f"SGLD chi {spec.problem.chi * f:g}": _branch_change(d, start) for f, d in results.sgld.items()}
+                    sgld = {
+                        f"SGLD chi {spec.problem.chi * f:g}": _branch_change(d.data, start) for f, d in results.sgld.items()
+                    }
                     rows.append(_row(attention, name, scale, fold, {f"Adam from {start} start": adam, **sgld}))
             elif t.kind == "second-order":
                 rows.append(_row(attention, "P_c (pooling)", scales.pooling, t.P, _curve_places(spec, results, "c1", onset)))
@@ -239,9 +255,9 @@ def _row(attention: str, place: str, leading: float | None, exact: float, measur
 def _curve_places(spec: Reproduction, results: Measured, quantity: str, locate: Any) -> dict[str, Estimate]:
     """A place read off every data set's own curve, from the small start; the error includes the spacing of the grid."""
     curves = {"Adam": results.adam}
-    curves |= {f"SGLD chi {spec.problem.chi * factor:g}": data for factor, data in results.sgld.items()}
+    curves |= {f"SGLD chi {spec.problem.chi * factor:g}": sampled for factor, sampled in results.sgld.items()}
     found = {}
-    for name, data in curves.items():
+    for name, data in ((name, curve.data) for name, curve in curves.items()):
         values = data[quantity].sel(start="small")
         values = values.mean("draw") if "draw" in values.dims else values
         places = np.array([locate(data.P.values, values.sel(seed=seed).values) for seed in data.seed.values])

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from copyhead.problem import Problem, ProblemError
+from copyhead.theory.action import copy_task
 from copyhead.theory.leading_order import leading_order
 from copyhead.theory.transition import Phases, phases
 
@@ -77,15 +78,17 @@ def parse_axis(option: str, text: str) -> Axis:
             points = np.array([float(value) for value in values.split(",")])
     except ValueError:
         raise ProblemError(usage) from None
+    if not np.all(np.isfinite(points)) or np.any(np.diff(points) <= 0):
+        raise ProblemError(usage)
     if name in INTEGER:
         points = np.unique(np.round(points))
-    if len(points) < 2 or not np.all(np.isfinite(points)) or np.any(np.diff(points) <= 0):
+    if len(points) < 2:
         raise ProblemError(usage)
     return Axis(name, tuple(int(p) if name in INTEGER else float(p) for p in points))
 
 
-def diagram(problem: Problem, x: Axis, y: Axis, step: Callable[[], None] = lambda: None) -> Diagram:
-    """Evaluates the theory over two axes; `step` is called after each solved problem (see `cost`).
+def check(problem: Problem, x: Axis, y: Axis) -> None:
+    """Refuses axes that cannot be evaluated.
 
     Raises:
         ProblemError: if both axes are the same field, or a value is outside its range.
@@ -94,7 +97,16 @@ def diagram(problem: Problem, x: Axis, y: Axis, step: Callable[[], None] = lambd
         raise ProblemError(f"y = {y.name!r}: must be another field than x")
     for axis in (x, y):
         for value in (axis.values[0], axis.values[-1]):
-            problem.replace(**{axis.name: value})
+            copy_task(problem.replace(**{axis.name: value}))
+
+
+def diagram(problem: Problem, x: Axis, y: Axis, step: Callable[[], None] = lambda: None) -> Diagram:
+    """Evaluates the theory over two axes; `step` is called after each solved problem (see `cost`).
+
+    Raises:
+        ProblemError: see `check`.
+    """
+    check(problem, x, y)
     shape = len(y.values), len(x.values)
     verdicts = np.full(shape, "", dtype=object)
     places, loss, cG = (np.full(shape, np.nan) for _ in range(3))

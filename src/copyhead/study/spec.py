@@ -98,9 +98,10 @@ def plane_axes(spec: Reproduction, axis: Literal["length", "vocab"]) -> list[int
 
 
 def plane_grid(spec: Reproduction, axis: Literal["length", "vocab"], attention: Attention) -> list[int]:
-    """Common P axis of a loss map: from below the first transition of any size to above the last."""
+    """Common P axis of a loss map: from below the first transition at its ends and its center to above the last."""
     places = []
-    for size in plane_axes(spec, axis):
+    sizes = plane_axes(spec, axis)
+    for size in {sizes[0], getattr(spec.problem, axis), sizes[-1]}:
         found = phases(spec.problem.replace(**{axis: size}, attention=attention))
         places += [place for t in found.transitions for place in ([*t.window] if t.window else [t.P])]
     grid = np.geomspace(0.5 * min(places), 1.6 * max(places), spec.plane_points)

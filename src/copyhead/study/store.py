@@ -9,10 +9,12 @@ from typing import Any
 
 import xarray as xr
 
+from copyhead.record import ProblemError
+
 MANIFEST = "manifest.json"
 
 
-class StoreError(RuntimeError):
+class StoreError(ProblemError):
     """The folder cannot be used; the message says why and what to do."""
 
 

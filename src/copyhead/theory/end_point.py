@@ -14,7 +14,8 @@ import numpy as np
 from copyhead.problem import Problem
 from copyhead.theory import scalar
 from copyhead.theory.action import copy_task
-from copyhead.theory.saddle_point import Point, System, follow, slowest
+from copyhead.theory.continuation import follow, slowest
+from copyhead.theory.saddle_point import Point, System
 from copyhead.theory.transition import search_range
 
 Parameter = Literal["length", "vocab", "logit_variance", "output_variance"]

@@ -19,20 +19,11 @@ import numpy as np
 from copyhead.problem import Attention, Problem
 from copyhead.theory import scalar
 from copyhead.theory.action import at, copy_task
+from copyhead.theory.continuation import Branch, Segment, follow, minimum_on, segments, switch
 from copyhead.theory.leading_order import leading_order
 from copyhead.theory.order_parameters import OrderParameters, order_parameters
 from copyhead.theory.posterior import Task
-from copyhead.theory.saddle_point import (
-    QUICK_COMPILATION,
-    Branch,
-    Point,
-    Segment,
-    System,
-    follow,
-    minimum_on,
-    segments,
-    switch,
-)
+from copyhead.theory.saddle_point import QUICK_COMPILATION, Point, System
 
 Kind = Literal["first-order", "second-order", "crossover"]
 Verdict = Literal["first-order", "second-order", "crossover", "undetermined"]

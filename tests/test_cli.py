@@ -1,0 +1,148 @@
+"""The command line: the contract for machines, and one clear line for every wrong input."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from copyhead.cli import main
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of the command in this process."""
+    before = sys.argv
+    sys.argv = ["copyhead", *arguments]
+    try:
+        with pytest.raises(SystemExit) as exit_:
+            main()
+    finally:
+        sys.argv = before
+    out, err = capsys.readouterr()
+    return int(exit_.value.code or 0), out, err
+
+
+def test_predict_json_contract(capsys):
+    code, out, _ = run(
+        capsys, "predict", "--length", "32", "--vocab", "4", "--noise", "0.9", "--attention", "softmax", "--json"
+    )
+    found = json.loads(out)
+    assert code == 0
+    assert out.count("\n") == 1
+    assert set(found) == {"problem", "verdict", "transitions", "leading_order", "status"}
+    assert (found["verdict"], found["status"], found["problem"]["length"]) == ("first-order", "ok", 32)
+    (transition,) = found["transitions"]
+    assert set(transition) == {"kind", "P", "window", "before", "after"}
+    # theory.md section 6
+    assert transition["P"] == pytest.approx(296.8200, abs=5e-5)
+    assert transition["window"] == pytest.approx([278.386, 337.177], abs=5e-4)
+    for state in (transition["before"], transition["after"]):
+        assert set(state) == {"c1", "cG", "a1", "aG", "loss"}
+
+
+def test_predict_linear_and_states(capsys):
+    _, out, _ = run(capsys, "predict", "--attention", "linear", "--json")
+    assert [t["kind"] for t in json.loads(out)["transitions"]] == ["second-order", "crossover"]
+    _, out, _ = run(capsys, "predict", "--preset", "paper", "--at", "300", "--json")
+    states = json.loads(out)["state"]
+    assert [state["metastable"] for state in states] == [False, True]
+    assert states[0]["action"] < states[1]["action"]
+    assert {"c1", "cG", "a1", "aG", "loss", "action", "metastable"} <= set(states[0])
+    _, out, _ = run(capsys, "predict", "--length", "12", "--json")
+    assert json.loads(out)["verdict"] == "crossover"
+
+
+def test_predict_from_a_file(capsys, tmp_path):
+    path = tmp_path / "problem.toml"
+    path.write_text('length = 20\nvocab = 5\nnoise = 0.5\nattention = "linear"\n')
+    _, out, _ = run(capsys, "predict", "--config", str(path), "--vocab", "6", "--json")
+    problem = json.loads(out)["problem"]
+    assert (problem["length"], problem["vocab"], problem["attention"]) == (20, 6, "linear")
+
+
+WRONG = [
+    (["predict", "--vocab", "1"], "vocab = '1': must be an integer >= 2"),
+    (["predict", "--length", "1"], "length = '1': must be an integer >= 2"),
+    (["predict", "--length", "abc"], "length = 'abc': must be an integer >= 2"),
+    (["predict", "--noise", "-1"], "noise = '-1': must be a finite number > 0"),
+    (["predict", "--noise", "nan"], "noise = 'nan': must be a finite number > 0"),
+    (["predict", "--at", "0"], "sequences = '0': must be a finite number > 0"),
+    (["predict", "--attention", "hard"], "attention = 'hard': must be one of softmax, linear"),
+    (["predict", "--preset", "mine"], "preset = 'mine': must be one of paper"),
+    (["predict", "--config", "missing.toml"], "config = 'missing.toml': cannot be read"),
+    (["predict", "--bogus"], "No such option: --bogus"),
+    (["predict", "--token-scale", "1", "--no-cyclic"], "token_scale > 0: "),
+    (["diagram", "--x", "size=1:2:3"], "x = 'size=1:2:3': FIELD must be one of length"),
+    (["diagram", "--x", "length=9:8:3"], "x = 'length=9:8:3': must be FIELD=LOW:HIGH:COUNT"),
+    (["diagram", "--x", "length=1:8:3", "--y", "vocab=2,3"], "length = 1: must be an integer >= 2"),
+    (["diagram", "--x", "vocab=2:8:3", "--y", "vocab=2:8:3"], "y = 'vocab': must be another field than x"),
+    (["diagram", "--out", "figure.gif"], "out = 'figure.gif': must end in .png, .svg, .pdf"),
+    (["reproduce", "--grid", "300,200,100,400"], "must be at least 4 ascending integers >= 1"),
+    (["reproduce", "--grid", "a,b,c,d"], "grid = "),
+    (["reproduce", "--seeds", "1"], "seeds = '1': must be an integer >= 2"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_wrong_input_is_answered_by_one_line(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("copyhead: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not any(tmp_path.iterdir())
+
+
+def test_help_shows_examples(capsys):
+    for command in ("predict", "diagram", "reproduce"):
+        code, out, _ = run(capsys, command, "--help")
+        assert code == 0
+        assert f"copyhead {command}" in out
+
+
+def test_diagram_writes_a_figure_and_never_replaces_one_unasked(capsys, tmp_path):
+    out = tmp_path / "figure.svg"
+    arguments = ["diagram", "--x", "sequences=50:500:5", "--y", "length=16,24,32", "--out", str(out)]
+    assert run(capsys, *arguments)[0] == 0
+    assert out.read_text().startswith("<?xml")
+    out.write_text("precious")
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert "exists" in err
+    assert out.read_text() == "precious"
+    assert run(capsys, *arguments, "--force")[0] == 0
+    assert "precious" not in out.read_text()
+
+
+def test_diagram_numbers(capsys):
+    _, out, _ = run(capsys, "diagram", "--x", "length=12,32", "--y", "vocab=4,5", "--json")
+    found = json.loads(out)
+    assert found["verdict"] == [["crossover", "first-order"]] * 2
+    # theory.md section 6
+    assert [row[1] for row in found["P"]] == pytest.approx([296.8200, 291.7173], abs=5e-5)
+
+
+def test_reproduce_refuses_a_folder_that_is_not_its_own(capsys, tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    code, _, err = run(capsys, "reproduce", "--quick", "--out", str(tmp_path))
+    assert code == 2
+    assert "exists and is not a reproduction" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="uses /dev/full and /proc")
+def test_unwritable_folder_is_one_line(capsys):
+    code, _, err = run(capsys, "reproduce", "--quick", "--out", "/proc/reproduction")
+    assert code == 2
+    assert "out = '/proc/reproduction': cannot be written to" in err
+    assert err.count("\n") == 1
+
+
+def test_installed_command_runs():
+    done = subprocess.run(
+        [sys.executable, "-c", "from copyhead.cli import main; main()", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip()

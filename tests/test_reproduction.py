@@ -1,0 +1,116 @@
+"""One small reproduction from end to end: killed, continued, and looked at."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from copyhead.problem import Problem
+from copyhead.reproduction import reproduce
+
+SMALL = {
+    "seeds": 2, "adam_steps": 400, "warmup": 200, "draws": 40, "thin": 5, "points": 6, "sampled": 3,
+    "plane_sizes": 2, "plane_points": 3, "plane_steps": 200, "plane_seeds": 1,
+}  # fmt: skip
+PROBLEM = Problem.preset("paper", length=20)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return folder, reproduce(PROBLEM, folder, workers=2, **SMALL)
+
+
+@pytest.mark.slow
+def test_summary_and_tables(whole):
+    folder, summary = whole
+    places = {(row["attention"], row["place"].split(" ")[0]) for row in summary.transitions}
+    assert {("softmax", "P*"), ("softmax", "upper"), ("softmax", "lower"), ("linear", "P_c")} <= places
+    assert {a.method for a in summary.agreements} == {"Adam", "SGLD"}
+    assert json.loads((folder / "transitions.json").read_text())[0]["exact"] == summary.transitions[0]["exact"]
+    header = (folder / "grid.csv").read_text().splitlines()[0].split(",")
+    assert {"population", "exact", "adam", "adam_error", "sgld", "sgld_error", "sgld_limit"} <= set(header)
+    json.dumps(summary.to_dict())
+    assert "report.html" in str(summary)
+
+
+@pytest.mark.slow
+def test_report_is_self_contained(whole):
+    folder, _ = whole
+    page = (folder / "report.html").read_text()
+    assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page)
+    assert page.count("data:image/png;base64,") == len(list((folder / "figures").glob("*.png"))) == 7
+    assert len(list((folder / "figures").glob("*.svg"))) == 7
+    assert "nan" not in re.sub(r"base64,[^\"]*", "", page).lower().replace("dominan", "")
+
+
+@pytest.mark.slow
+def test_parts_are_plain_labelled_data(whole):
+    folder, _ = whole
+    with xr.open_dataset(folder / "parts" / "adam-softmax-0.nc") as data:
+        assert data.cG.dims == ("P", "seed", "start")
+        assert json.loads(data.attrs["problem"])["length"] == PROBLEM.length
+        assert data.attrs["seconds"] > 0
+
+
+@pytest.mark.slow
+def test_killed_run_is_continued_with_the_same_numbers(whole, tmp_path):
+    """kill -9 of the whole process group at several moments; the final tables equal those of the uninterrupted run."""
+    reference, _ = whole
+    folder = tmp_path / "run"
+    settings = ", ".join(f"{name}={value!r}" for name, value in SMALL.items())
+    code = (
+        "from copyhead.problem import Problem\nfrom copyhead.reproduction import reproduce\n"
+        f"if __name__ == '__main__':\n    reproduce(Problem.preset('paper', length=20), {str(folder)!r}, workers=2, {settings})\n"
+    )
+    script = tmp_path / "run.py"
+    script.write_text(code)
+    for seconds in (4.0, 9.0, 14.0):
+        process = subprocess.Popen([sys.executable, str(script)], start_new_session=True)
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for path in (folder / "parts").glob("*.nc"):
+        xr.load_dataset(path)  # every part that is there is whole
+    reproduce(PROBLEM, folder, workers=2, **SMALL)
+    first, second = (np.genfromtxt(path / "grid.csv", delimiter=",", names=True) for path in (reference, folder))
+    for name in first.dtype.names:
+        assert np.array_equal(first[name], second[name], equal_nan=True)
+
+
+def test_interrupt_stops_the_workers(tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", "from copyhead.cli import main; main()", "reproduce", "--quick", "--out", str(folder)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not _children(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(1)
+    workers = _children(process.pid)
+    assert workers
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err.splitlines()[-1].startswith("copyhead: interrupted; finished parts are kept")
+    assert "Traceback" not in err
+    assert not any(Path(f"/proc/{worker}").exists() and _parent(worker) == process.pid for worker in workers)
+
+
+def _children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()] if path.exists() else []
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return -1

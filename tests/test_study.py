@@ -1,0 +1,124 @@
+"""Grids, store and comparison."""
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from copyhead.experiment.diagnostics import Estimate
+from copyhead.problem import Problem, ProblemError
+from copyhead.study.compare import agreement, branch_state, extrapolated, to_csv
+from copyhead.study.scaling import scaling
+from copyhead.study.spec import QUICK, Reproduction, p_grid, parts
+from copyhead.study.store import Store, StoreError, write_dataset
+from copyhead.theory.transition import phases
+
+
+def test_grid_covers_the_transitions():
+    for attention in ("softmax", "linear"):
+        found = phases(Problem.preset("paper", attention=attention))
+        grid = p_grid(found, 18)
+        assert grid == sorted(set(grid))
+        places = [place for t in found.transitions for place in (t.window or (t.P,))]
+        for place in places:
+            near = [p for p in grid if 0.9 * place <= p <= 1.35 * place]
+            assert any(p < place for p in near)
+            assert any(p > place for p in near)
+
+
+def test_identity_depends_on_every_setting():
+    base = Reproduction(**QUICK)
+    assert base.identity == Reproduction(**QUICK).identity
+    changed = [base.replace(seeds=4), base.replace(draws=101), base.replace(problem=Problem.preset("paper", noise=1.0))]
+    assert len({base.identity, *(spec.identity for spec in changed)}) == 4
+
+
+def test_parts_have_unique_names_and_cover_all_seeds():
+    spec = Reproduction(**QUICK, attentions=("softmax",))
+    work = parts(spec)
+    assert len({part.name for part in work}) == len(work)
+    seeds = [seed for part in work if part.method == "adam" for seed in part.arguments["seeds"]]
+    assert sorted(seeds) == list(range(spec.seeds))
+
+
+def test_settings_are_validated():
+    with pytest.raises(ProblemError, match="seeds = 1: must be an integer >= 2 and <= 1000"):
+        Reproduction(seeds=1)
+    with pytest.raises(ProblemError, match="ascending"):
+        Reproduction(grid=(100, 200, 200, 300))
+    with pytest.raises(ProblemError, match="attentions"):
+        Reproduction(attentions=("hard",))
+
+
+def test_store_keeps_its_own_run_and_refuses_others(tmp_path):
+    folder = tmp_path / "run"
+    store = Store(folder, "abc", {})
+    dataset = xr.Dataset({"loss": ("P", np.arange(3.0))})
+    assert not store.has("part")
+    write_dataset(store.path("part"), dataset)
+    again = Store(folder, "abc", {})
+    assert again.has("part")
+    assert again.read("part").identical(dataset)
+    with pytest.raises(StoreError, match="other settings"):
+        Store(folder, "xyz", {})
+    assert Store(folder, "abc", {}).has("part")
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path):
+    store = Store(tmp_path / "run", "abc", {})
+    target = store.path("part")
+    target.mkdir()  # the rename onto a folder fails after the data were written
+    with pytest.raises(StoreError, match="cannot be written"):
+        write_dataset(target, xr.Dataset({"x": ("P", np.arange(3.0))}))
+    assert [path.name for path in target.parent.iterdir()] == ["part.nc"]
+
+
+def test_branch_of_a_start():
+    found = phases(Problem.preset("paper"))
+    inside = [float(branch_state(found, 300, start).order_parameters.cG) for start in ("small", "copy")]
+    assert inside[0] < 0.5 < 1.5 < inside[1]
+    outside = [branch_state(found, 400, start).order_parameters for start in ("small", "copy")]
+    assert outside[0] == outside[1]
+    # the metastable branch of opposite c1 in linear attention is nobody's branch
+    linear = phases(Problem.preset("paper", attention="linear"))
+    assert len(linear.minima(1000)) == 2
+    assert float(branch_state(linear, 1000, "small").order_parameters.c1) > 0
+
+
+def test_extrapolation_removes_a_shift_of_order_one_over_chi():
+    low, high = (Estimate(2.0 - 3.0 / chi, 0.0, 0.01, 50.0, 1.0, 8) for chi in (50.0, 150.0))
+    limit = extrapolated(low, high, 3.0)
+    assert limit.mean == pytest.approx(2.0)
+    assert limit.error == pytest.approx(0.01 * np.hypot(1.5, 0.5))
+
+
+def test_agreement_counts_points_not_quantities():
+    row = {"attention": "softmax", "start": "small", "in_window": False, "adam_z_paired": 0.0}
+    rows = [
+        row | {"P": 100, "adam_z": 1.0},
+        row | {"P": 100, "adam_z": 4.0},
+        row | {"P": 200, "adam_z": -2.0},
+        row | {"P": 300, "adam_z": 9.0, "in_window": True},
+        row | {"P": 400, "adam_z": float("nan")},
+    ]
+    adam = agreement(rows)[0]
+    assert (adam.agree, adam.points) == (1, 3)  # a point without a number does not agree
+
+
+def test_scaling_exponents_of_known_powers():
+    found = scaling(Problem.preset("paper"), (24, 48, 96))
+    assert found.exponent("Eq. 17")[1] == pytest.approx([1.5, 1.5])
+    assert found.exponent("fold scale")[1] == pytest.approx([2.0, 2.0])
+    assert np.all(found.places["lower fold"] < found.places["P*"])
+    assert np.all(found.places["P*"] < found.places["upper fold"])
+
+
+def test_upper_fold_approaches_its_scale():
+    found = scaling(Problem.preset("paper"), (256, 1024, 4096))
+    ratio = found.places["upper fold"] / found.places["fold scale"]
+    assert np.all(np.abs(np.diff(np.abs(ratio - 1))) > 0)
+    assert abs(ratio[-1] - 1) < abs(ratio[0] - 1)
+    assert ratio[-1] == pytest.approx(1, abs=0.02)  # corrections are of relative order 1 / L and r / P
+
+
+def test_csv_has_the_union_of_columns():
+    assert to_csv([{"a": 1}, {"a": 2, "b": 3}]).splitlines() == ["a,b", "1,", "2,3"]
