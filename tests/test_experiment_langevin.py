@@ -47,9 +47,8 @@ def test_without_data_the_prior_is_sampled():
     nothing = jax.tree.map(jnp.zeros_like, pack(cells.data, shared.target))
     settings = LangevinSettings(step_logits=0.1, output_courant=0.2, warmup=500, draws=400, thin=20)
     start = Transposed(np.swapaxes(cells.start.logits, -1, -2), cells.start.output)
-    trace = chains(
-        start, nothing, cells.chi, cells.key, rows(shared.target, shared.layout), shared.prior, yardstick(problem), shared.kind, settings
-    )  # fmt: skip
+    fixed = rows(shared.target, shared.layout), shared.prior, yardstick(problem), shared.kind
+    trace = chains(start, nothing, cells.chi, cells.key, *fixed, settings)
     # cG is the mean of L entries minus the mean of L (L - 1): its prior variance is g_W / chi (1/L + 1/(L (L - 1)))
     length = problem.length
     variance = problem.logit_variance / problem.chi * (1 / length + 1 / (length * (length - 1)))

@@ -133,7 +133,7 @@ def test_trap_sum_over_outputs():
 
 
 def test_trap_prior_halves():
-    """Both priors by hand: 9 entries of 2 over 2 g_O = 8, and 16 entries of 3 over 2 g_W = 3, beside a zero-noise-weight data term."""
+    """Both priors by hand, with noise so large that the data do not count: 9 x 2^2 / (2 x 4) and 16 x 3^2 / (2 x 1.5)."""
     problem = Problem(length=4, vocab=3, noise=1e12, output_variance=4.0, logit_variance=1.5)
     data = np.zeros((1, 4), int)
     assert energy(np.full((4, 4), 3.0), np.full((3, 3), 2.0), data, problem) == pytest.approx(4.5 + 48.0, rel=1e-10)

@@ -66,13 +66,13 @@ def test_killed_run_is_continued_with_the_same_numbers(whole, tmp_path):
     """kill -9 of the whole process group at several moments; the final tables equal those of the uninterrupted run."""
     reference, _ = whole
     folder = tmp_path / "run"
-    settings = ", ".join(f"{name}={value!r}" for name, value in SMALL.items())
-    code = (
-        "from copyhead.problem import Problem\nfrom copyhead.reproduction import reproduce\n"
-        f"if __name__ == '__main__':\n    reproduce(Problem.preset('paper', length=20), {str(folder)!r}, workers=2, {settings})\n"
-    )
     script = tmp_path / "run.py"
-    script.write_text(code)
+    script.write_text(
+        "from copyhead.problem import Problem\n"
+        "from copyhead.reproduction import reproduce\n"
+        "if __name__ == '__main__':\n"
+        f"    reproduce(Problem.preset('paper', length=20), {str(folder)!r}, workers=2, **{SMALL!r})\n"
+    )
     for seconds in (4.0, 9.0, 14.0):
         process = subprocess.Popen([sys.executable, str(script)], start_new_session=True)
         time.sleep(seconds)

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from scipy.optimize import minimize_scalar
 
 from copyhead import predict
 from copyhead.problem import Problem
@@ -46,9 +47,31 @@ def test_upper_fold_is_exact_for_many_positions():
     assert errors[2] < 2e-3
 
 
-def test_the_exact_place_of_softmax_is_two_to_three_times_the_leading_order():
-    """docs/theory.md, section 5, for L = 32 .. 1024."""
-    for length in (32, 128, 1024):
-        problem = Problem(length=length, vocab=4, noise=0.9)
+def test_softmax_place_is_a_minimum_over_one_number_without_ridge():
+    """g_O -> infinity: what A leaves unexplained is L e^(-2 cG) of the loss, so equal action with cG = 0 is at
+
+        P = (L sigma^2 / (g_W tau_p^2)) V/(V-1) min over c of c^2 (1 + L e^(-2c)),
+
+    up to 1/L. For ln L >> ln ln L the minimum is ln^2 L / 4, Eq. 21.
+    """
+    for length in (1000, 100_000):
+        problem = Problem(length=length, vocab=7, noise=0.6, logit_variance=1.4, position_scale=1.2, output_variance=1e8)
+        place = predict(problem).transitions[0].P
+        centre = math.log(length) / 2
+        least = minimize_scalar(
+            lambda c, length=length: c**2 * (1 + length * math.exp(-2 * c)), bounds=(centre, 2 * centre), method="bounded"
+        )
+        expected = length * 0.6 / (1.4 * 1.2**2) * 7 / 6 * least.fun
+        assert pytest.approx(expected, rel=1 / length) == found.P
+        assert leading_order(problem).copying_softmax == pytest.approx(expected * centre**2 / least.fun, rel=1e-12)
+
+
+@pytest.mark.parametrize("vocab", [4, 100])
+def test_softmax_place_approaches_the_leading_order_slowly_from_above(vocab):
+    """Corrections are of order ln ln L / ln L, and V / ln^2 L from the ridge."""
+    ratios = []
+    for length in (32, 1024, 100_000):
+        problem = Problem(length=length, vocab=vocab, noise=0.9)
         (found,) = predict(problem).transitions
-        assert 2 < found.P / leading_order(problem).copying_softmax < 3
+        ratios.append(found.P / leading_order(problem).copying_softmax)
+    assert ratios[0] > ratios[1] > ratios[2] > 1

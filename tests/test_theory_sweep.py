@@ -45,7 +45,7 @@ def places(problem: Problem) -> list[float]:
 
 
 def minima_by_scan(explicit: Explicit, sequences: float) -> list[float]:
-    """Every minimum of the one-dimensional action, lowest first; cG = -30 has left the attention to the copied token at zero."""
+    """Every minimum of the one-dimensional action, lowest first; at cG = -30 nothing is left on the copied token."""
     grid = np.linspace(-30, 2 * math.log(explicit.length) + 30, 8001)
     slope = explicit.softmax_slope(grid, sequences)
     found = [

@@ -140,7 +140,7 @@ def diagram(
         raise ProblemError(f"out = {str(out)!r}: exists; give --force to replace it, or another name")
     axes = parse_axis("x", x), parse_axis("y", y)
     check(problem, *axes)
-    with _progress("phase diagram", cost(*axes)) as advance:
+    with _Progress("phase diagram", cost(*axes)) as advance:
         found = solve(problem, *axes, step=lambda: advance(1))
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
@@ -176,11 +176,11 @@ def reproduce(
     chosen: dict[str, Any] = {} if seeds is None else {"seeds": seeds}
     if grid is not None:
         chosen["grid"] = tuple(part.strip() for part in grid.split(","))
-    summary = run(problem, out, quick=quick, workers=workers, progress=_progress, **chosen)
+    summary = run(problem, out, quick=quick, workers=workers, progress=_Progress, **chosen)
     typer.echo(json.dumps(summary.to_dict()) if as_json else str(summary))
 
 
-class _progress:
+class _Progress:
     """A progress bar on stderr; a plain line at the start and at the end where stderr is no terminal."""
 
     def __init__(self, title: str, total: float) -> None:

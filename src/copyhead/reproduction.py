@@ -56,10 +56,13 @@ class Summary:
                 else f"; leading order {row['leading_order']:.1f}, ratio {row['exact_over_leading']:.3f}"
             )
             lines.append(f"{row['attention']:8s} {row['place']}: exact {row['exact']:.2f}{leading}")
-            lines += [
-                f"           {name}: {v['P']:.1f} +- {v['error']:.1f}, ratio to exact {v['over_exact']:.3f}"
-                for name, v in row["measured"].items()
-            ]
+            for name, value in row["measured"].items():
+                found = (
+                    f"{value['P']:.1f} +- {value['error']:.1f}, ratio to exact {value['over_exact']:.3f}"
+                    if value["P"]
+                    else "not resolved"
+                )
+                lines.append(f"           {name}: {found}")
         lines += [
             f"{a.method} {a.attention}: {a.agree} of {a.points} grid points within {compare.AGREEMENT:g} errors of theory "
             f"({a.theory})"

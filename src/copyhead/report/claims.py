@@ -140,7 +140,7 @@ def _agreement(agreements: list[Agreement]) -> Claim:
 
 def _place(row: dict[str, Any]) -> str:
     value = row["measured"]["Adam"]
-    return f"{value['P']:.1f} ± {value['error']:.1f}" if np.isfinite(value["P"]) else "not resolved by this grid"
+    return "not resolved by this grid" if value["P"] is None else f"{value['P']:.1f} ± {value['error']:.1f}"
 
 
 def _verdict(row: dict[str, Any] | None) -> str:

@@ -240,6 +240,7 @@ def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[
 
 
 def _row(attention: str, place: str, leading: float | None, exact: float, measured: dict[str, Estimate]) -> dict[str, Any]:
+    """A row of the table; None stands for a number that there is not, as in JSON."""
     return {
         "attention": attention,
         "place": place,
@@ -247,9 +248,14 @@ def _row(attention: str, place: str, leading: float | None, exact: float, measur
         "exact": exact,
         "exact_over_leading": None if leading is None else exact / leading,
         "measured": {
-            name: {"P": value.mean, "error": value.error, "over_exact": value.mean / exact} for name, value in measured.items()
+            name: {"P": _known(value.mean), "error": _known(value.error), "over_exact": _known(value.mean / exact)}
+            for name, value in measured.items()
         },
     }
+
+
+def _known(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
 
 
 def _curve_places(spec: Reproduction, results: Measured, quantity: str, locate: Any) -> dict[str, Estimate]:
