@@ -1,15 +1,19 @@
 """E(G, W), its prior and the loss, against the network run on every sequence with loops; attention and layouts."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from copyhead.model import energy as energy_module
+from copyhead.model import energy as energies
 from copyhead.model import layout, moments, network, prior, targets, tokens
 from copyhead.model.attention import attention
 from copyhead.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("x64")
+
+compiled_energy = jax.jit(energies.energy, static_argnames="kind")
+loss_per_token = jax.jit(energies.loss_per_token)
 
 # sums of some hundred terms of order one in float64
 ROUNDING = 1e-11
@@ -53,14 +57,14 @@ def brute_force_energy(logits, output, data, problem):
 
 
 def energy(logits, output, data, problem) -> float:
-    value = energy_module.energy(
+    value = compiled_energy(
         jnp.asarray(logits),
         jnp.asarray(output),
         targets.shift(problem.length, cyclic=problem.cyclic),
         moments.empirical(data, problem.vocab),
         layout.full(problem.length, problem.cyclic),
         prior.prior(problem),
-        problem.attention,
+        kind=problem.attention,
     )
     return float(value)
 
@@ -96,7 +100,7 @@ def test_energy_is_the_sum_over_sequences(kind, cyclic, token_scale):
 def test_loss_per_token_is_the_mean_over_sequences_and_scored_positions(kind, cyclic):
     logits, output, data = an_example(seed=2)
     length, vocab = 5, 3
-    loss = energy_module.loss_per_token(
+    loss = loss_per_token(
         attention(jnp.asarray(logits), kind, length),
         jnp.asarray(output),
         targets.shift(length, cyclic=cyclic),
@@ -157,7 +161,7 @@ def test_trap_energy_does_not_contain_chi():
 def test_plateaus_of_the_population_loss_at_uniform_attention(output, expected):
     length, vocab = 6, 4
     statistics = moments.population(tokens.uniform(vocab), 10.0)
-    loss = energy_module.loss_per_token(
+    loss = loss_per_token(
         jnp.full((length, length), 1 / length),
         jnp.asarray(output(vocab)),
         targets.shift(length),
@@ -170,7 +174,7 @@ def test_plateaus_of_the_population_loss_at_uniform_attention(output, expected):
 def test_copying_leaves_no_loss():
     target = targets.shift(6)
     statistics = moments.population(np.array([0.6, 0.3, 0.1]), 10.0)
-    loss = energy_module.loss_per_token(jnp.asarray(target), jnp.eye(3), target, statistics, layout.full(6))
+    loss = loss_per_token(jnp.asarray(target), jnp.eye(3), target, statistics, layout.full(6))
     assert float(loss) == pytest.approx(0.0, abs=ROUNDING)
 
 
@@ -226,6 +230,8 @@ def test_a_network_that_starts_from_copying_copies(kind):
     start = network.copy_start(targets.shift(length), vocab, kind)
     data = np.random.default_rng(0).integers(0, vocab, (5, length))
     outputs = np.asarray(network.forward(network.Positional(*map(jnp.asarray, start)), data, kind))
+    if kind == "linear":  # at the least |G|^2 + |W|^2 for a given product, both are equal
+        assert np.sum(start.logits**2) == pytest.approx(np.sum(start.output**2), rel=ROUNDING)
     share = np.exp(2) * length / (length - 1 + np.exp(2) * length) if kind == "softmax" else 1.0
     for sequence, output in zip(data, outputs, strict=True):
         expected = share * np.eye(vocab)[np.roll(sequence, 1)]

@@ -229,6 +229,21 @@ def test_three_derivatives_vanish_at_the_end_point(problem, parameter, place):
     assert sorted(sides) == [False, True]
 
 
+@pytest.mark.parametrize("distance", [1e-2, 1e-4])
+def test_the_verdict_changes_at_the_end_point_however_narrow_the_window(distance):
+    """The window opens like the 3/2 power of the distance: at 1e-4 it is 4e-8 of P wide, far below a step of the search."""
+    problem = Problem(length=14, vocab=9, noise=0.5)
+    value = end_point(problem, "logit_variance").value
+    below, above = (predict(problem.replace(logit_variance=value * (1 + sign * distance))) for sign in (-1, 1))
+    assert (below.verdict, above.verdict) == ("crossover", "first-order")
+    low, high = above.transitions[0].window
+    assert 0 < high / low - 1 < 0.1 * distance**1.5
+    explicit = Explicit.of(above.problem)
+    np.testing.assert_allclose(
+        (low, high), [float(explicit.softmax_sequences(c)) for c in reversed(folds(explicit))], rtol=1e-9
+    )
+
+
 def test_no_end_point_where_the_window_stays_open():
     """At L = 32 and V = 4 the curve P(cG) has folds for every g_O within 2^10 either way."""
     assert all(folds(Explicit(32, 4, 0.9, output_variance=2.0**power)) for power in range(-10, 11, 2))

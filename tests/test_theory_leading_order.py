@@ -62,7 +62,7 @@ def test_softmax_place_is_a_minimum_over_one_number_without_ridge():
             lambda c, length=length: c**2 * (1 + length * math.exp(-2 * c)), bounds=(centre, 2 * centre), method="bounded"
         )
         expected = length * 0.6 / (1.4 * 1.2**2) * 7 / 6 * least.fun
-        assert pytest.approx(expected, rel=1 / length) == found.P
+        assert place == pytest.approx(expected, rel=1 / length)
         assert leading_order(problem).copying_softmax == pytest.approx(expected * centre**2 / least.fun, rel=1e-12)
 
 

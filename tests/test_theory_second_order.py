@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 from scipy.linalg import eigh
-from scipy.optimize import minimize_scalar, root
+from scipy.optimize import minimize, minimize_scalar, root
 
 from conftest import Explicit, derivative
 from copyhead import predict
@@ -108,7 +108,9 @@ def test_zero_is_the_only_state_below_and_no_state_above(problem):
     assert abs(below.order_parameters.c1) + abs(below.order_parameters.cG) < 1e-9
     above = found.minima(1.01 * place)
     assert len(above) == 1
-    assert abs(above[0].order_parameters.c1) > 1e-3
+    values = above[0].order_parameters
+    assert abs(values.c1) > 1e-3
+    assert problem.length * values.c1 + values.cG > 0  # of the two mirror images, the one with positive row sums
     assert above[0].action < Explicit.of(problem).action(0.0, 0.0, 1.01 * place)
 
 
@@ -140,7 +142,8 @@ def growth(explicit: Explicit, log_p: float, start: np.ndarray) -> tuple[np.ndar
     return found.x, -np.linalg.solve(explicit.hessian(*found.x, sequences), (high - low) / (2 * step))[1]
 
 
-def steepest(problem: Problem) -> float:
+def steepest(problem: Problem) -> float | None:
+    """The highest interior maximum of d cG / d ln P down to 5% above the pitchfork; None if the slope only falls with P."""
     explicit = Explicit.of(problem)
     scale = math.sqrt(problem.length * problem.vocab)
     log_ps = np.log(pitchfork(problem)[0] * np.geomspace(1e4, 1.05, 250))
@@ -152,6 +155,8 @@ def steepest(problem: Problem) -> float:
         states.append(state)
         slopes.append(slope)
     interior = [i for i in range(1, len(slopes) - 1) if slopes[i] > slopes[i - 1] and slopes[i] >= slopes[i + 1]]
+    if not interior:
+        return None
     index = max(interior, key=lambda i: slopes[i])
     bounds = sorted((log_ps[index - 1], log_ps[index + 1]))
     place = minimize_scalar(lambda log_p: -growth(explicit, log_p, states[index + 1])[1], bounds=bounds, method="bounded")
@@ -166,6 +171,65 @@ def test_crossover_is_the_steepest_growth_of_cG(problem):
     assert pytest.approx(steepest(problem), rel=1e-4) == crossover.P
     values, explicit = crossover.before, Explicit.of(problem)
     assert values.loss == pytest.approx(explicit.loss(values.c1, values.cG, crossover.P), rel=1e-9)
+
+
+def test_no_crossover_where_cG_grows_steepest_at_the_pitchfork():
+    """Few positions, many tokens: the soft direction of the pitchfork already copies."""
+    problem = Problem(length=4, vocab=30, noise=0.9, attention="linear")
+    assert [transition.kind for transition in prediction(problem).transitions] == ["second-order"]
+    assert steepest(problem) is None
+
+
+def polished(explicit: Explicit, start: np.ndarray, sequences: float) -> np.ndarray:
+    """The minimum of the formula next to a start, or at the end of a run of BFGS from it."""
+    run = minimize(lambda x: explicit.action(*x, sequences), start, jac=lambda x: explicit.gradient(*x, sequences))
+    found = root(lambda x: explicit.gradient(*x, sequences), run.x, jac=lambda x: explicit.hessian(*x, sequences), tol=1e-13)
+    assert np.linalg.eigvalsh(explicit.hessian(*found.x, sequences))[0] > 0
+    return found.x if found.x[0] > 0 else -found.x
+
+
+def distinct_minima(explicit: Explicit, sequences: float) -> np.ndarray:
+    """All minima that runs from a grid of starts over pooling and copying end in, up to the mirror image; by growing cG."""
+    starts = [np.array([c1, cG]) for c1 in (0.05, 0.3, 0.6, 0.9) for cG in (0.0, 0.3, 0.6, 1.0, 2.0, 4.0)]
+    found = sorted((polished(explicit, start, sequences) for start in starts), key=lambda x: x[1])
+    return np.array([x for i, x in enumerate(found) if i == 0 or abs(x[1] - found[i - 1][1]) > 1e-4])
+
+
+def test_copying_is_first_order_for_linear_attention_that_sees_tokens():
+    """L = 84, V = 2, tau_x = 1: the prior favours pooling so much that two minima coexist, which no tau_x = 0 case shows."""
+    problem = Problem(length=84, vocab=2, noise=0.9, attention="linear", token_scale=1.0)
+    explicit, (second, first) = Explicit.of(problem), prediction(problem).transitions
+    assert (second.kind, first.kind) == ("second-order", "first-order")
+    low, high = first.window
+    counts = [len(distinct_minima(explicit, p)) for p in (0.999 * low, 1.001 * low, 0.999 * high, 1.001 * high)]
+    assert counts == [1, 2, 2, 1]
+    minima = distinct_minima(explicit, first.P)
+    expected = [[state.c1, state.cG] for state in (first.before, first.after)]
+    np.testing.assert_allclose(minima, expected, rtol=1e-6)  # roots polished to 1e-13 of a gradient of order L
+    actions = [explicit.action(*minimum, first.P) for minimum in minima]
+    assert actions[0] == pytest.approx(actions[1], rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    "token_scale",
+    [
+        0.0,
+        pytest.param(
+            1.0, marks=pytest.mark.xfail(strict=True, reason="the search looks no further than e^3 beyond the pitchfork")
+        ),
+    ],
+)
+def test_the_state_lists_the_branch_whose_pooling_has_the_other_sign(token_scale):
+    """Only m = tr A^T T ties the sign of the row sums to that of cG, so beyond copying c1 < 0 < cG is metastable."""
+    problem = Problem.preset("paper", attention="linear", token_scale=token_scale, sequences=1000.0)
+    explicit = Explicit.of(problem)
+    actions = []
+    for start in (np.array([0.1, 2.5]), np.array([-0.2, 2.5])):
+        found = root(lambda x: explicit.gradient(*x, 1000.0), start, jac=lambda x: explicit.hessian(*x, 1000.0), tol=1e-13)
+        assert np.linalg.eigvalsh(explicit.hessian(*found.x, 1000.0))[0] > 1
+        assert np.sign(found.x[0]) == np.sign(start[0])
+        actions.append(explicit.action(*found.x, 1000.0))
+    assert [minimum.action for minimum in predict(problem).state] == pytest.approx(actions, rel=1e-10)
 
 
 def test_linear_attention_depends_on_the_sizes_alone():

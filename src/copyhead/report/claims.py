@@ -146,9 +146,8 @@ def _place(row: dict[str, Any]) -> str:
 def _verdict(row: dict[str, Any] | None) -> str:
     if row is None:
         return "not found"
-    return (
-        "reproduced" if np.isfinite(row["measured"]["Adam"]["P"]) else "reproduced by the theory; not resolved by training here"
-    )
+    resolved = row["measured"]["Adam"]["P"] is not None
+    return "reproduced" if resolved else "reproduced by the theory; not resolved by training here"
 
 
 def remarks(rows: list[dict[str, Any]], measured: dict[str, Measured]) -> list[str]:
