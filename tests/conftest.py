@@ -18,6 +18,10 @@ settings.register_profile("copyhead", deadline=None, derandomize=True)
 settings.load_profile("copyhead")
 
 
+# For functions that a test calls a few times on small arrays: optimising them takes longer than running them.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
 @pytest.fixture(scope="module")
 def x64() -> Iterator[None]:
     """float64 for one module of tests, without touching the global flag."""

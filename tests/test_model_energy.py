@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from conftest import QUICK
 from copyhead.model import energy as energies
 from copyhead.model import layout, moments, network, prior, targets, tokens
 from copyhead.model.attention import attention
@@ -12,8 +13,8 @@ from copyhead.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-compiled_energy = jax.jit(energies.energy, static_argnames="kind")
-loss_per_token = jax.jit(energies.loss_per_token)
+compiled_energy = jax.jit(energies.energy, static_argnames="kind", compiler_options=QUICK)
+loss_per_token = jax.jit(energies.loss_per_token, compiler_options=QUICK)
 
 # sums of some hundred terms of order one in float64
 ROUNDING = 1e-11

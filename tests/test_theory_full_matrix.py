@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from conftest import QUICK
 from copyhead import predict
 from copyhead.model import moments, tokens
 from copyhead.problem import Problem
@@ -64,7 +65,8 @@ def lowest_eigenvalue(problem: Problem, logits: np.ndarray, task) -> float:
     def flat(x):
         return action(x.reshape(logits.shape), task, problem.attention)
 
-    gradient, hessian = jax.jit(lambda x: (jax.grad(flat)(x), jax.hessian(flat)(x)))(jnp.asarray(logits.ravel()))
+    both = jax.jit(lambda x: (jax.grad(flat)(x), jax.hessian(flat)(x)), compiler_options=QUICK)
+    gradient, hessian = both(jnp.asarray(logits.ravel()))
     assert hessian.shape == (size, size)
     assert float(jnp.abs(gradient).max()) < 1e-6  # stationary without any ansatz
     return float(np.linalg.eigvalsh(np.asarray(hessian))[0])

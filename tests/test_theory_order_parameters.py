@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import Explicit
+from conftest import QUICK, Explicit
 from copyhead import predict
 from copyhead.model import layout, moments, targets, tokens
 from copyhead.model.attention import attention
@@ -24,8 +24,8 @@ PLACES = [(0.0, 0.0), (0.3, 1.1), (-0.05, 2.7), (0.2, -0.8), (-0.4, 0.1)]
 # a dozen operations on numbers of order one, and cancellation between P L / (2 kappa) and what is explained
 ROUNDING = 1e-11
 
-reduced_action = jax.jit(reduced.reduced_action, static_argnames="kind")
-order_parameters = jax.jit(op.order_parameters, static_argnames="kind")
+reduced_action = jax.jit(reduced.reduced_action, static_argnames="kind", compiler_options=QUICK)
+order_parameters = jax.jit(op.order_parameters, static_argnames="kind", compiler_options=QUICK)
 
 
 def numbers(kind, token_scale=0.0, cyclic=True) -> Problem:

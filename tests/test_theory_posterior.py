@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy.special import logsumexp
 
+from conftest import QUICK
 from copyhead.model import moments, tokens
 from copyhead.problem import Problem
 from copyhead.theory import posterior as closed_form
@@ -18,9 +19,9 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 KINDS = pytest.mark.parametrize("kind", ["softmax", "linear"])
 CYCLIC = pytest.mark.parametrize("cyclic", [True, False])
-action = jax.jit(closed_form.action, static_argnames="kind")
-negative_log_posterior = jax.jit(closed_form.negative_log_posterior, static_argnames="kind")
-gradient_of_action = jax.jit(jax.grad(closed_form.action), static_argnames="kind")
+action = jax.jit(closed_form.action, static_argnames="kind", compiler_options=QUICK)
+negative_log_posterior = jax.jit(closed_form.negative_log_posterior, static_argnames="kind", compiler_options=QUICK)
+gradient_of_action = jax.jit(jax.grad(closed_form.action), static_argnames="kind", compiler_options=QUICK)
 
 # linear algebra on well-conditioned matrices of a few rows
 ROUNDING = 1e-11

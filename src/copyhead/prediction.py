@@ -73,12 +73,11 @@ class Prediction:
             f"g_W = {p.logit_variance:g}, g_O = {p.output_variance:g}, tau_x = {p.token_scale:g}; chi -> infinity)"
         ]
         leading = self.leading_order
+        copying = ("Eq. 21", leading.copying_softmax) if p.attention == "softmax" else ("Eq. 17", leading.copying_linear)
         beside = {
-            "first-order": ("Eq. 21", leading.copying_softmax),
+            "first-order": copying,
             "second-order": ("Eq. 16", leading.pooling),
-            "crossover": (
-                ("Eq. 21", leading.copying_softmax) if p.attention == "softmax" else ("Eq. 17", leading.copying_linear)
-            ),
+            "crossover": copying,
         }
         for t in self.transitions:
             equation, scale = beside[t.kind]

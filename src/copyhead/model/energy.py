@@ -36,7 +36,7 @@ def squared_error(
     return target_square(target, moments, layout) + model
 
 
-def target_square(target: Float[Array, "L L"], moments: Moments, layout: Layout) -> Float[Array, ""]:
+def target_square(target: Float[Array, "R K"], moments: Moments, layout: Layout) -> Float[Array, ""]:
     """Y2 = sum_m |T x^m|^2 = tr Q(T^T T) over the scored positions."""
     blocks = moments.contract(target, target, layout)
     return jnp.sum(moments.multiplicity * jnp.trace(blocks, axis1=-2, axis2=-1))

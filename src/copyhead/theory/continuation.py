@@ -122,8 +122,6 @@ def _locate(system: System, here: Point, there: Point) -> Event:
     span = float((there.vector - here.vector) @ here.tangent)
     place = scalar.root(lambda s: system.advance(here, s).lowest, 0.0, span)
     point = system.advance(here, place)
-    if not point.converged:  # exactly on a pitchfork the bordered matrix is singular: step off it by rounding
-        point = system.advance(here, place * (1 - 1e-9))
     kind: EventKind = "fold" if here.tangent[-1] * there.tangent[-1] < 0 else "pitchfork"
     return Event(kind, point)
 

@@ -89,7 +89,8 @@ def _correct(
         y, *_, change, count = state
         hessian, (value, gradient) = jax.jacfwd(with_values, has_aux=True)(y)
         matrix, residual = hessian.at[-1].set(normal), gradient.at[-1].set(normal @ y - offset)
-        change = _solve_bordered(matrix, residual)
+        # A pitchfork on the branch z = 0 can be hit exactly: the matrix is singular there, and nothing needs to be changed.
+        change = jnp.where(jnp.all(residual == 0), 0.0, _solve_bordered(matrix, residual))
         # The last pass evaluates only: a converged point keeps its own Hessian and residual.
         done = jnp.max(jnp.abs(change)) < 1e-13
         return jnp.where(done, y, y - change), matrix, residual, value * unit, change, count + 1
@@ -163,7 +164,11 @@ class System:
         if not (np.isfinite(y).all() and np.isfinite(matrix).all()):
             nothing = np.full_like(y, np.nan)
             return Point(nothing[:-1], np.nan, nothing, np.nan, nothing[:-1], np.nan, np.inf)
-        tangent = np.linalg.solve(matrix, np.append(np.zeros(self.dimension), 1.0))
+        along = np.append(np.zeros(self.dimension), 1.0)
+        try:
+            tangent = np.linalg.solve(matrix, along)
+        except np.linalg.LinAlgError:  # exactly on a pitchfork: the least of all solutions follows the branch straight on
+            tangent = np.linalg.lstsq(matrix, along)[0]
         eigenvalues, eigenvectors = np.linalg.eigh(matrix[:-1, :-1])
         return Point(
             y[:-1],

@@ -66,8 +66,8 @@ def search_range(problem: Problem) -> tuple[float, float]:
 class Phases:
     """Every minimum of the reduced action over a range of P, and what follows from them.
 
-    segments: the minima, each a curve in P. unexplained: stationary points that the branches do not account for.
-    complete: whether every branch was followed to the end of the range.
+    segments: the minima, each a curve in P. lower, upper: the range of ln P. starts: how many Newton starts looked for
+    branches that are not connected to the one from P = 0. complete: whether every branch was followed to its end.
     """
 
     system: System
@@ -119,7 +119,10 @@ class Phases:
         kinds = {transition.kind for transition in self.transitions}
         order: tuple[Kind, ...] = ("first-order", "second-order", "crossover")
         found: list[Verdict] = [kind for kind in order if kind in kinds]
-        return found[0] if found and self.complete else "undetermined"
+        if not self.complete:
+            return "undetermined"
+        # One minimum throughout is a crossover also where cG has no steepest place inside the range.
+        return found[0] if found else "crossover" if len(self.segments) == 1 else "undetermined"
 
     def _global(self, log_p: float) -> Segment:
         return self.points(log_p)[0][0]
@@ -242,27 +245,39 @@ def _search_disconnected(system: System, branches: list[Branch], pieces: list[Se
     reach = 1.5 * np.max(np.abs([point.z for branch in branches for point in branch.points]), axis=0)
     events = sorted(event.point.log_p for branch in branches for event in branch.events) or [(lower + upper) / 2]
     between = [(first + second) / 2 for first, second in pairwise(events)]
-    wanted = [events[0] - 1, *(place + 0.01 for place in events), *between, events[-1] + 1, events[-1] + 3]
+    beyond = np.arange(events[-1] + 1, upper, 2.0)  # a branch may be born at a fold far above the last event known
+    wanted = [events[0] - 1, *(place + 0.01 for place in events), *between, *beyond]
     places = [place for place in wanted if lower < place < upper]
     # Softmax does not depend on the first coordinate (the mean of a row); linear attention is odd, so half a plane will do.
     linear = system.kind == "linear"
-    grid = np.array(
-        list(product((-1, -0.5, 0, 0.5, 1) if linear else (0,), (0.3, 0.65, 1) if linear else (-1, -0.3, 0.2, 0.6, 1)))
-    )
+    nodes = product((-0.5, 0, 0.5), (0.5, 1)) if linear else product((0,), (-1, -0.3, 0.2, 0.6, 1))
+    grid = np.array(list(nodes))
     grid, mirrored = grid * reach, (1, -1) if linear else (1,)
+    count = 0
     for log_p in places:
         known = [other.z for piece in pieces if (other := minimum_on(system, piece, log_p)) is not None]
-        for point in system.at_fixed_p(grid, log_p):
+        # The row sums of A can also have the other sign than the copy entries: start there from the minima that are known.
+        opposite = [z * (factor, 1) for z in known if linear for factor in (-1.0, -0.6)]
+        for point in system.at_fixed_p(np.array([*grid, *opposite]), log_p):
+            count += 1
             if not point.converged or point.lowest <= 0 or _is_known(point.z, known, mirrored):
                 continue
+            if linear and system.coordinates(point.z)[1] < 0:
+                point = _mirrored(point)
             pieces += _both_ways(system, point, branches, lower, upper)
             known.append(point.z)
-    return len(places) * len(grid)
+    return count
 
 
 def _is_known(z: np.ndarray, known: list[np.ndarray], mirrored: tuple[int, ...]) -> bool:
     # two minima as close as this have a saddle between them within a relative 1e-12 of their action: not resolvable
     return any(np.allclose(sign * z, other, atol=1e-4, rtol=1e-4) for other in known for sign in mirrored)
+
+
+def _mirrored(point: Point) -> Point:
+    """The same minimum in the other sector of linear attention, (-c1, -cG)."""
+    turned = np.append(-point.tangent[:-1], point.tangent[-1])
+    return point._replace(z=-point.z, tangent=turned, soft=-point.soft)
 
 
 def _both_ways(system: System, point: Point, branches: list[Branch], lower: float, upper: float) -> list[Segment]:
