@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from copyhead.experiment.diagnostics import Estimate
+from copyhead.experiment.diagnostics import NOTHING, Estimate
 from copyhead.problem import Problem, ProblemError
-from copyhead.study.compare import agreement, branch_state, extrapolated, to_csv
+from copyhead.study.compare import _branch_change, _paired, agreement, branch_state, extrapolated, to_csv
 from copyhead.study.scaling import scaling
 from copyhead.study.spec import QUICK, Reproduction, p_grid, parts
 from copyhead.study.store import Store, StoreError, write_dataset
@@ -92,16 +92,47 @@ def test_extrapolation_removes_a_shift_of_order_one_over_chi():
 
 
 def test_agreement_counts_points_not_quantities():
-    row = {"attention": "softmax", "start": "small", "in_window": False, "adam_z_paired": 0.0}
+    row = {"attention": "softmax", "start": "small", "in_window": False, "adam_z_paired": 0.0, "adam_converged": 1.0}
     rows = [
         row | {"P": 100, "adam_z": 1.0},
         row | {"P": 100, "adam_z": 4.0},
         row | {"P": 200, "adam_z": -2.0},
         row | {"P": 300, "adam_z": 9.0, "in_window": True},
         row | {"P": 400, "adam_z": float("nan")},
+        row | {"P": 500, "adam_z": 0.0, "adam_converged": 0.5},
     ]
     adam = agreement(rows)[0]
-    assert (adam.agree, adam.points) == (1, 3)  # a point without a number does not agree
+    # a point without a number does not agree; one that had not converged neither agrees nor disagrees
+    assert (adam.agree, adam.points, adam.gated) == (1, 3, 1)
+
+
+def test_paired_differences_see_what_scatter_hides():
+    exact = np.array([1.0, 2.0, 3.0, 4.0])
+    shifted = exact + 0.1 + 0.01 * np.array([1, -1, 1, -1])
+    assert _paired(shifted, exact, 1e-6) == pytest.approx(0.1 / (0.01 / np.sqrt(3)))
+    assert _paired(exact + 1e-5, exact, 1e-4) == pytest.approx(0.1)  # below what an optimiser resolves
+
+
+def chains(levels: list[list[float]]) -> xr.Dataset:
+    values = np.array(levels)[:, :, None, None] * np.ones((1, 1, 1, 3))
+    coords = {"P": [100, 200, 300, 400], "start": ["small"]}
+    return xr.Dataset({"aG": (("seed", "P", "start", "draw"), values)}, coords=coords)
+
+
+def test_branch_change_of_chains():
+    found = _branch_change(chains([[0.01, 0.01, 0.2, 0.2], [0.01, 0.2, 0.2, 0.2]]), "small")
+    assert found.mean == 200
+    assert found.error >= 50 / np.sqrt(3)  # never better than the grid
+    for nothing in ([[0.2] * 4] * 2, [[0.01, 0.2, 0.01, 0.2]] * 2, [[0.01, 0.01, np.nan, 0.2]] * 2):
+        assert _branch_change(chains(nothing), "small") is NOTHING
+
+
+def test_no_file_is_shared_by_two_parts():
+    # linear attention is first-order too at these sizes, so both kinds have jumps
+    work = parts(Reproduction(problem=Problem(length=84, vocab=2, noise=0.9, token_scale=1.0), **QUICK))
+    names = [part.name for part in work]
+    assert len(set(names)) == len(names)
+    assert sum(part.method == "jump" for part in work) == 4
 
 
 def test_scaling_exponents_of_known_powers():

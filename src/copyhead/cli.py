@@ -6,6 +6,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -24,14 +25,15 @@ app = typer.Typer(
 )
 
 
-def with_problem(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command one option for each field of Problem, and calls it with the Problem as first argument.
+def with_problem(command: Callable[..., None], without: tuple[str, ...] = ()) -> Callable[..., None]:
+    """Gives a command one option for each field of Problem not in `without`; calls it with the Problem as first argument.
 
     Values are passed on as text, so that a wrong one is answered by Problem: field, value, allowed range.
     """
     parameters = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     options = []
-    for name, field in Problem.model_fields.items():
+    offered = {name: field for name, field in Problem.model_fields.items() if name not in without}
+    for name, field in offered.items():
         kind = next(t for t in (*get_args(field.annotation), field.annotation) if t is not type(None))
         flag = "--at" if name == "sequences" else "--" + name.replace("_", "-")
         default = "" if field.is_required() else f" (default {field.default})" if field.default is not None else ""
@@ -56,7 +58,7 @@ def with_problem(command: Callable[..., None]) -> Callable[..., None]:
     options.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=config))
 
     def wrapped(**given: Any) -> None:
-        fields = {name: given.pop(name) for name in Problem.model_fields}
+        fields = {name: given.pop(name) for name in offered}
         fields = {name: value for name, value in fields.items() if value is not None}
         command(_problem(given.pop("preset"), given.pop("config"), fields), **given)
 
@@ -136,6 +138,8 @@ def diagram(
 
     if not as_json and out.suffix not in FIGURE_SUFFIXES:
         raise ProblemError(f"out = {str(out)!r}: must end in {', '.join(FIGURE_SUFFIXES)}")
+    if not as_json and not out.parent.is_dir():
+        raise ProblemError(f"out = {str(out)!r}: its folder must exist")
     if not as_json and out.exists() and not force:
         raise ProblemError(f"out = {str(out)!r}: exists; give --force to replace it, or another name")
     axes = parse_axis("x", x), parse_axis("y", y)
@@ -150,7 +154,7 @@ def diagram(
 
 
 @app.command()
-@with_problem
+@partial(with_problem, without=("attention", "sequences"))
 def reproduce(
     problem: Problem,
     out: Annotated[Path, typer.Option(help="folder for results; a stopped run in it is continued")] = Path("reproduction"),
@@ -220,5 +224,6 @@ def main() -> None:
         print(f"copyhead: {error}", file=sys.stderr)
         sys.exit(2)
     if code == INTERRUPTED:
-        print("copyhead: interrupted; finished parts are kept, the same command goes on from there", file=sys.stderr)
+        kept = "; finished parts are kept, the same command goes on from there" if "reproduce" in sys.argv else ""
+        print(f"copyhead: interrupted{kept}", file=sys.stderr)
     sys.exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,16 @@ def predict(problem: Problem) -> Prediction:
     Raises:
         ProblemError: where the order-parameter theory does not apply (token_scale > 0 without cyclic symmetry).
     """
-    found = phases(problem)
-    state = None if problem.sequences is None else tuple(found.minima(problem.sequences))
+    found = phases(problem.replace(sequences=None))
+    state = None if problem.sequences is None else _state(found, problem)
     status = "ok" if found.complete else "incomplete: a branch of minima could not be followed to the end of the range of P"
+    if state == ():
+        status = f"incomplete: no minimum was found at P = {problem.sequences:g}"
     return Prediction(problem, found.verdict, found.transitions, leading_order(problem), state, status, found)
+
+
+def _state(found: Phases, problem: Problem) -> tuple[Minimum, ...]:
+    """The minima at problem.sequences; outside the range of the transitions the branches are followed that far."""
+    assert problem.sequences is not None
+    inside = found.lower <= math.log(problem.sequences) <= found.upper
+    return tuple((found if inside else phases(problem)).minima(problem.sequences))

@@ -83,7 +83,7 @@ class Problem(Record):
             raise ProblemError(f"file = {str(path)!r}: must end in .json or .toml")
         try:
             return readers[path.suffix](path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        except (json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ProblemError(f"file = {str(path)!r}: {error}") from None
 
 

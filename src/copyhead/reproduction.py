@@ -65,7 +65,7 @@ class Summary:
                 lines.append(f"           {name}: {found}")
         lines += [
             f"{a.method} {a.attention}: {a.agree} of {a.points} grid points within {compare.AGREEMENT:g} errors of theory "
-            f"({a.theory})"
+            f"({a.theory}); {a.gated} more not converged or not mixed"
             for a in self.agreements
         ]
         return "\n".join([*lines, f"report: {self.folder / 'report.html'}   ({self.seconds:.0f} s)"])
@@ -122,6 +122,7 @@ def reproduce(
             settings=_settings(spec, work, store, seconds),
         )
         store.write_text("report.html", page)
+        advance(0.1)
     return Summary(Path(out), transitions, agreements, time.perf_counter() - began)
 
 
@@ -129,9 +130,9 @@ def _figures(
     spec: Reproduction, work: list[Part], store: Store, measured: dict[str, compare.Measured], growth: Scaling
 ) -> list[html.Shown]:
     drawn: list[tuple[str, str, Any]] = []
-    if len(measured) == 2:
+    if {"softmax", "linear"} <= measured.keys():
         caption = "The action below, at and above the transition. Orange: its minima."
-        drawn.append(("landscape", caption, figures.landscapes(*(results.theory for results in measured.values()))))
+        drawn.append(("landscape", caption, figures.landscapes(measured["softmax"].theory, measured["linear"].theory)))
     for attention, results in measured.items():
         caption = (
             f"Order parameters and loss against P, {attention} attention. Line: theory (population moments), dashed where "

@@ -18,7 +18,7 @@ class Estimate(NamedTuple):
 
     error: standard error of the mean, from the scatter and, for chains, from the effective sample size.
     ess: smallest effective sample size of a chain, rhat: largest rank-normalised split R-hat within one; nan if not sampled.
-    n: number of data sets.
+    n: number of data sets. sampling: the part of the error that is Monte Carlo error, zero if not sampled.
     """
 
     mean: float
@@ -27,6 +27,7 @@ class Estimate(NamedTuple):
     ess: float
     rhat: float
     n: int
+    sampling: float = 0.0
 
     @property
     def mixed(self) -> bool:
@@ -60,7 +61,7 @@ def over_chains(draws: Float[np.ndarray, "seed draw"]) -> Estimate:
     ess = np.array([float(array_stats.ess(chain[None], chain_axis=0, draw_axis=1, method="mean")) for chain in draws])
     rhat = max(between_starts(*np.array_split(chain[: len(chain) // 2 * 2], 2)) for chain in draws)
     monte_carlo = float(np.sqrt(np.sum(draws.var(axis=1, ddof=1) / ess))) / n
-    return between._replace(error=max(between.error, monte_carlo), ess=float(ess.min()), rhat=rhat)
+    return between._replace(error=max(between.error, monte_carlo), ess=float(ess.min()), rhat=rhat, sampling=monte_carlo)
 
 
 def between_starts(first: Float[np.ndarray, "draw"], second: Float[np.ndarray, "draw"]) -> float:

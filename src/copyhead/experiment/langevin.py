@@ -26,10 +26,10 @@ from copyhead.problem import Attention
 
 
 class LangevinSettings(NamedTuple):
-    """step_logits: eps of G. output_courant: eps of W times the largest curvature that W can have under softmax.
+    """step_logits: eps of G, divided by the curvature of its prior where that is above one.
 
-    That curvature is 1/g_O + P/(V sigma^2), of the uniform token mode. warmup: steps before the first draw. draws: recorded
-    states. thin: steps from one draw to the next.
+    output_courant: eps of W times a bound on its curvature, see `output_curvature`. warmup: steps before the first draw.
+    draws: recorded states. thin: steps from one draw to the next.
     """
 
     step_logits: float = 0.03
@@ -78,6 +78,21 @@ def langevin_step(
     return Transposed(*moved)
 
 
+def output_curvature(
+    sequences: Float[Array, "cell"], scored: float, vocab: int, prior: Prior, kind: Attention
+) -> Float[Array, "cell"]:
+    """A bound on the curvature of E in W: 1/g_O + P rho^2 scored / (V kappa), of the uniform token mode.
+
+    rho, the row sum of A, is one for softmax. For linear attention it is small: pooling balances |G|^2 / g_W against
+    |W|^2 / g_O, which gives rho^2 = tau_p sqrt(V g_W / g_O) / L; twice that is taken.
+    """
+    square = 1.0
+    if kind == "linear":
+        balance = prior.position_scale * (vocab * prior.logit_variance / prior.output_variance) ** 0.5
+        square = min(1.0, 2 * balance / prior.length)
+    return 1 / prior.output_variance + sequences * square * scored / (vocab * prior.kappa)
+
+
 @partial(jax.jit, static_argnames=("rows", "prior", "kind", "settings"), compiler_options=COMPILATION)
 def chains(
     start: Transposed,
@@ -91,9 +106,9 @@ def chains(
     settings: LangevinSettings,
 ) -> Observables:
     """Warm-up and draws of one chunk of chains."""
-    vocab = start.output.shape[-1]
-    curvature = 1 / prior.output_variance + data.sequences * sum(rows.scored) / (vocab * prior.kappa)
-    steps = (jnp.float32(settings.step_logits), (settings.output_courant / curvature)[:, None, None])
+    curvature = output_curvature(data.sequences, sum(rows.scored), start.output.shape[-1], prior, kind)
+    stiffest = max(1.0, 1 / (prior.position_scale**2 * prior.logit_variance))
+    steps = (jnp.float32(settings.step_logits / stiffest), (settings.output_courant / curvature)[:, None, None])
 
     def step(state: tuple, _: None) -> tuple[tuple, None]:
         weights, number = state

@@ -27,8 +27,10 @@ def steepest(sequences: Float[np.ndarray, "P"], order_parameter: Float[np.ndarra
     Its systematic error is that of the grid, see `resolution`.
 
     Returns:
-        nan if the largest slope is at an end of the data.
+        nan if there are fewer than four points, or the largest slope is at an end of the data.
     """
+    if len(sequences) < 4:
+        return float("nan")
     log_p = np.log(np.asarray(sequences, float))
     slopes = np.diff(order_parameter) / np.diff(log_p)
     middle = (log_p[1:] + log_p[:-1]) / 2

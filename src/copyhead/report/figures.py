@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-from copyhead.problem import Problem
+from copyhead.problem import Problem, ProblemError
 from copyhead.study.compare import Curves, Measured
 from copyhead.study.diagram import Diagram
 from copyhead.study.scaling import Scaling
@@ -56,14 +58,17 @@ def save(figure: Figure, *paths: Path) -> None:
     """Writes a figure; SVG without a date, so that equal figures are equal files.
 
     Raises:
-        OSError: if a file cannot be written.
+        ProblemError: if a file cannot be written.
     """
     with matplotlib.rc_context(STYLE):
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # keeps the layout just found, once for all formats
         for path in paths:
             metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(path, dpi=150, metadata=metadata)
+            try:
+                figure.savefig(path, dpi=150, metadata=metadata)
+            except OSError as error:
+                raise ProblemError(f"out = {str(path)!r}: cannot be written ({error.strerror})") from None
 
 
 def _draw_minima(axes: Axes, found: Phases, quantity: str, low: float, high: float) -> None:
@@ -199,14 +204,11 @@ def _action(found: Phases, coordinates: tuple[float, float], sequences: float) -
         return float(_jitted_action()(np.array(coordinates), found.system.task, sequences, found.system.kind))
 
 
-def _jitted_action() -> Any:
+@functools.cache
+def _jitted_action() -> Callable[..., Any]:
     import jax
 
-    if not hasattr(_jitted_action, "compiled"):
-        _jitted_action.compiled = jax.jit(  # type: ignore[attr-defined]
-            lambda c, task, sequences, kind: reduced_action(c, at(task, sequences), kind), static_argnums=3
-        )
-    return _jitted_action.compiled  # type: ignore[attr-defined]
+    return jax.jit(lambda c, task, sequences, kind: reduced_action(c, at(task, sequences), kind), static_argnums=3)
 
 
 def hysteresis(results: Measured) -> Figure:
@@ -368,7 +370,8 @@ def phase_diagram(found: Diagram) -> Figure:
         if 0 < first.mean() < 1:
             panel.contour(found.x.values, found.y.values, first, levels=[0.5], colors="white")
             panel.plot([], [], color="white", label="first-order | crossover")
-    panel.set(xscale="log", yscale="log", xlabel=_label(found.x.name), ylabel=_label(found.y.name))
+    scales = ["log" if axis.values[0] > 0 else "linear" for axis in (found.x, found.y)]
+    panel.set(xscale=scales[0], yscale=scales[1], xlabel=_label(found.x.name), ylabel=_label(found.y.name))
     panel.set(xlim=(found.x.values[0], found.x.values[-1]), ylim=(found.y.values[0], found.y.values[-1]))
     panel.set_title(f"{found.problem.attention} attention")
     if panel.get_legend_handles_labels()[0]:

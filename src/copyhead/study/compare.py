@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xarray as xr
 
+from copyhead.experiment.adam import GRADIENT_TOLERANCE
 from copyhead.experiment.diagnostics import NOTHING, Estimate, between_starts, over_chains, over_seeds
 from copyhead.experiment.locate import onset, resolution, steepest
 from copyhead.study.spec import Part, Reproduction
@@ -20,6 +21,8 @@ from copyhead.theory.transition import Minimum, Phases, phases
 QUANTITIES = ("c1", "cG", "a1", "aG", "loss")
 # A grid point agrees if every quantity is within this many errors.
 AGREEMENT = 3.0
+# How far from the minimum a converged training run may stop, see experiment.adam.GRADIENT_TOLERANCE; the least error of Adam.
+OPTIMISER_ERROR = 1e-4
 
 
 def branch_state(found: Phases, sequences: float, start: str) -> Minimum:
@@ -55,6 +58,11 @@ class Curves:
             self.known[key] = over_chains(values.transpose("seed", "draw").values) if chains else over_seeds(values.values)
         return self.known[key]
 
+    def values(self, quantity: str, sequences: int, start: str) -> np.ndarray:
+        """One value for each data set, the mean over draws if there are any."""
+        found = self.data[quantity].sel(P=sequences, start=start)
+        return (found.mean("draw") if "draw" in found.dims else found).values
+
 
 class Measured(NamedTuple):
     """All results of one attention. sgld: by chi factor. jump: by start, empty if there is no first-order transition."""
@@ -72,13 +80,13 @@ def gather(spec: Reproduction, work: list[Part], store: Store) -> dict[str, Meas
     for attention in spec.attentions:
         problem = spec.problem.replace(attention=attention)
         jump = {
-            part.name.split("-")[1]: store.read(part.name)
+            part.name.split("-")[2]: store.read(part.name)
             for part in work
             if part.method == "jump" and part.problem.attention == attention
         }
         adam, exact = (_joined(work, store, f"{method}-{attention}-", attention) for method in ("adam", "exact"))
         sgld = {f: _joined(work, store, f"langevin-{attention}-x{f:g}-", attention) for f in spec.chi_factors}
-        found[attention] = Measured(phases(problem), adam, exact, sgld, jump)
+        found[attention] = Measured(phases(problem, reach=adam.sequences), adam, exact, sgld, jump)
     return found
 
 
@@ -112,8 +120,8 @@ def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[s
     """One row for each attention, P, start and quantity.
 
     population: theory with population moments (equivalent kernel). exact: theory on the very data sets. z columns: difference
-    over error, where the error is the scatter from data set to data set combined with the sampling error; `z_paired` has
-    the exact theory of the same data sets in place of the population.
+    over error, where the error is the scatter from data set to data set combined with the sampling error. z_paired: mean
+    over data sets of the difference to the exact theory on the same data set, over the standard error of that difference.
     """
     rows: list[dict[str, Any]] = []
     for attention, results in measured.items():
@@ -124,9 +132,10 @@ def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[s
             for start in map(str, results.adam.data.start.values):
                 state = branch_state(results.theory, sequences, start).order_parameters._asdict()
                 sampled = sequences in results.sgld[first].sequences
-                converged = float((results.adam.data.gradient.sel(P=sequences, start=start) < 1e-3).mean())
+                converged = float((results.adam.data.gradient.sel(P=sequences, start=start) < GRADIENT_TOLERANCE).mean())
                 for quantity in QUANTITIES:
                     exact = results.exact.estimate(quantity, sequences, start)
+                    own = results.exact.values(quantity, sequences, start)
                     adam = results.adam.estimate(quantity, sequences, start)
                     row = {
                         "attention": attention,
@@ -141,11 +150,14 @@ def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[s
                         "adam_error": adam.error,
                         "adam_converged": converged,
                         "adam_z": _z(adam.mean - float(state[quantity]), adam.scatter),
-                        "adam_z_paired": _z(adam.mean - exact.mean, adam.error),
+                        "adam_z_paired": _paired(results.adam.values(quantity, sequences, start), own, OPTIMISER_ERROR),
                     }
+                    if quantity == "loss":
+                        row["adam_fresh_loss"] = results.adam.estimate("fresh", sequences, start).mean
                     if sampled:
                         at_chi = [results.sgld[factor].estimate(quantity, sequences, start) for factor in (first, last)]
                         limit = extrapolated(at_chi[0], at_chi[1], last / first)
+                        sampling = _sampling_error(at_chi, last / first)
                         row |= {
                             "sgld": at_chi[0].mean,
                             "sgld_error": at_chi[0].error,
@@ -158,10 +170,31 @@ def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[s
                             "sgld_mixed": limit.mixed,
                             "sgld_rhat_between_starts": _between(results.sgld[first].data, quantity, sequences),
                             "sgld_z": _z(limit.mean - float(state[quantity]), np.hypot(exact.scatter, limit.error)),
-                            "sgld_z_paired": _z(limit.mean - exact.mean, limit.error),
+                            "sgld_z_paired": _paired(
+                                _limit_by_seed(results, quantity, sequences, start, last / first), own, sampling
+                            ),
                         }
                     rows.append(row)
     return rows
+
+
+def _paired(values: np.ndarray, exact: np.ndarray, least: float) -> float:
+    """Mean over data sets of the difference on the same data set, over its standard error, which is at least `least`."""
+    difference = values - exact
+    error = np.std(difference, ddof=1) / np.sqrt(len(difference))
+    return float(np.mean(difference) / max(error, least))
+
+
+def _limit_by_seed(results: Measured, quantity: str, sequences: int, start: str, factor: float) -> np.ndarray:
+    """SGLD extrapolated to chi -> infinity on each data set."""
+    low, high = (curves.values(quantity, sequences, start) for curves in (*results.sgld.values(),))
+    return (factor * high - low) / (factor - 1)
+
+
+def _sampling_error(at_chi: list[Estimate], factor: float) -> float:
+    """Monte Carlo error alone of the extrapolated mean: the floor of the paired error."""
+    weight = factor / (factor - 1)
+    return float(np.hypot(weight * at_chi[1].sampling, (weight - 1) * at_chi[0].sampling))
 
 
 def _z(difference: float, error: float) -> float:
@@ -176,7 +209,11 @@ def _between(data: xr.Dataset, quantity: str, sequences: int) -> float:
 
 
 class Agreement(NamedTuple):
-    """How many grid points (P, start) outside the window have every quantity within AGREEMENT errors."""
+    """How many grid points (P, start) outside the window have every quantity within AGREEMENT errors.
+
+    points: all of them. gated: those left out of `points` because a training run had not converged or a chain had not mixed;
+    they are shown, but neither agree nor disagree.
+    """
 
     method: str
     attention: str
@@ -184,6 +221,7 @@ class Agreement(NamedTuple):
     error: str
     agree: int
     points: int
+    gated: int
 
     @property
     def fraction(self) -> float:
@@ -196,16 +234,18 @@ def agreement(rows: list[dict[str, Any]]) -> list[Agreement]:
     for attention in dict.fromkeys(row["attention"] for row in rows):
         for method, theory, error, column in (
             ("Adam", "population", "scatter of data sets", "adam_z"),
-            ("Adam", "exact, same data", "standard error", "adam_z_paired"),
+            ("Adam", "exact, same data", "paired standard error", "adam_z_paired"),
             ("SGLD", "population", "scatter and sampling", "sgld_z"),
-            ("SGLD", "exact, same data", "sampling and standard error", "sgld_z_paired"),
+            ("SGLD", "exact, same data", "paired standard error", "sgld_z_paired"),
         ):
-            points: dict[tuple[int, str], bool] = {}
+            points: dict[tuple[int, str], list[tuple[bool, bool]]] = {}
             for row in rows:
                 if row["attention"] == attention and not row["in_window"] and column in row:
-                    key = (row["P"], row["start"])
-                    points[key] = points.get(key, True) and abs(row[column]) <= AGREEMENT
-            found.append(Agreement(method, attention, theory, error, sum(points.values()), len(points)))
+                    passed = row["adam_converged"] == 1 if method == "Adam" else row["sgld_mixed"]
+                    points.setdefault((row["P"], row["start"]), []).append((passed, abs(row[column]) <= AGREEMENT))
+            counted = [all(near for _, near in point) for point in points.values() if all(passed for passed, _ in point)]
+            gated = len(points) - len(counted)
+            found.append(Agreement(method, attention, theory, error, sum(counted), len(counted), gated))
     return found
 
 
@@ -214,17 +254,18 @@ def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[
     rows: list[dict[str, Any]] = []
     for attention, results in measured.items():
         scales = leading_order(spec.problem)
+        softmax = attention == "softmax"
+        copying = scales.copying_softmax if softmax else scales.copying_linear
         for t in results.theory.transitions:
             if t.kind == "first-order" and t.window:
-                rows.append(_row(attention, "P* (equal action)", scales.copying_softmax, t.P, {}))
+                rows.append(_row(attention, "P* (equal action)", copying, t.P, {}))
                 ends = (
-                    ("small", t.window[1], "upper fold", scales.upper_fold),
+                    ("small", t.window[1], "upper fold", scales.upper_fold if softmax else None),
                     ("copy", t.window[0], "lower fold", None),
                 )
                 for start, fold, name, scale in ends:
                     jump = results.jump[start]
-                    places = ((jump.low + jump.high) / 2).values
-                    adam = over_seeds(places)
+                    adam = over_seeds(((jump.low + jump.high) / 2).values)
                     sgld = {
                         f"SGLD chi {spec.problem.chi * f:g}": _branch_change(d.data, start) for f, d in results.sgld.items()
                     }
@@ -232,9 +273,8 @@ def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[
             elif t.kind == "second-order":
                 rows.append(_row(attention, "P_c (pooling)", scales.pooling, t.P, _curve_places(spec, results, "c1", onset)))
             else:
-                scale = scales.copying_softmax if attention == "softmax" else scales.copying_linear
                 rows.append(
-                    _row(attention, "crossover (steepest cG)", scale, t.P, _curve_places(spec, results, "cG", steepest))
+                    _row(attention, "crossover (steepest cG)", copying, t.P, _curve_places(spec, results, "cG", steepest))
                 )
     return rows
 
@@ -248,7 +288,12 @@ def _row(attention: str, place: str, leading: float | None, exact: float, measur
         "exact": exact,
         "exact_over_leading": None if leading is None else exact / leading,
         "measured": {
-            name: {"P": _known(value.mean), "error": _known(value.error), "over_exact": _known(value.mean / exact)}
+            name: {
+                "P": _known(value.mean),
+                "error": _known(value.error),
+                "over_exact": _known(value.mean / exact),
+                "n": value.n,
+            }
             for name, value in measured.items()
         },
     }
@@ -274,13 +319,20 @@ def _curve_places(spec: Reproduction, results: Measured, quantity: str, locate: 
 
 
 def _branch_change(data: xr.Dataset, start: str) -> Estimate:
-    """Between which two grid points chains from a start change branch: middle, and half the gap as the error."""
-    level = data.aG.sel(start=start).mean("draw")
-    threshold = float((level.isel(P=0) + level.isel(P=-1)).mean() / 2)
-    copies = (level > threshold).mean("seed").values > 0.5
-    index = int(np.argmax(copies))
-    low, high = float(data.P[max(index - 1, 0)]), float(data.P[index])
-    return Estimate((low + high) / 2, float("nan"), (high - low) / 2, float("nan"), float("nan"), data.sizes["seed"])
+    """Where chains from a start change branch: for each data set the middle between two grid points.
+
+    Nothing, unless the two ends of the grid are in different phases and every data set changes exactly once.
+    """
+    level = data.aG.sel(start=start).mean("draw").transpose("seed", "P").values
+    if not np.isfinite(level).all() or level[:, 0].max() > 0.5 * level[:, -1].min():
+        return NOTHING
+    copies = level > (level[:, :1] + level[:, -1:]) / 2
+    if np.any(np.sum(copies[:, 1:] != copies[:, :-1], axis=1) != 1):
+        return NOTHING
+    grid = data.P.values.astype(float)
+    index = np.argmax(copies, axis=1)
+    places = over_seeds((grid[index] + grid[index - 1]) / 2)
+    return places._replace(error=float(np.hypot(places.error, resolution(grid, places.mean))))
 
 
 def to_csv(rows: list[dict[str, Any]]) -> str:

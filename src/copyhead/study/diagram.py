@@ -115,8 +115,7 @@ def diagram(problem: Problem, x: Axis, y: Axis, step: Callable[[], None] = lambd
         p_axis, other = (x, y) if x.name == "sequences" else (y, x)
         for index, value in enumerate(other.values):
             varied = problem.replace(**{other.name: value})
-            # widen the search so that every P of the axis can be looked up
-            found = phases(varied.replace(sequences=p_axis.values[0]), upper=p_axis.values[-1])
+            found = phases(varied, reach=p_axis.values)
             _add_lines(lines, found, varied, index, len(other.values))
             for place, sequences in enumerate(p_axis.values):
                 state = found.minima(sequences)[0].order_parameters

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,18 @@ import numpy as np
 import xarray as xr
 
 from copyhead.problem import Problem
-from copyhead.study.spec import Part, Reproduction
-from copyhead.study.store import Store, write_dataset
+from copyhead.study.spec import Part, Reproduction, moment_bytes
+from copyhead.study.store import Store, StoreError, write_dataset
 
-OBSERVED = ("c1", "cG", "a1", "aG", "loss", "fresh", "overlap")
 FRESH_SEQUENCES = 4096
+# Langevin step of the logits: an eighth of what the stiffest logit mode of a copy head allows, some 1.5 / g_W in linear
+# attention and 6 / g_W in softmax at the preset.
+LOGIT_STEPS = {"softmax": 0.03, "linear": 0.1}
+# Memory for the moments of the cells that are assembled at a time.
+GROUP_BYTES = 1.5e9
+
+# (P, data seed, start, chi)
+Run = tuple[int, int, str, float]
 
 
 def _yardstick(problem: Problem) -> Any:
@@ -41,13 +50,29 @@ def _grid(observed: Any, dims: tuple[str, ...], shape: tuple[int, ...], coords: 
     return xr.Dataset(values, coords=coords)
 
 
-def _train(problem: Problem, runs: list[tuple[int, int, str, float]], steps: int, rate: float) -> tuple[Any, np.ndarray]:
+def _train(problem: Problem, runs: list[Run], steps: int, rate: float) -> tuple[Any, np.ndarray]:
     from copyhead.experiment.adam import AdamSettings, train
     from copyhead.experiment.cells import assemble, objective
     from copyhead.experiment.observables import measure_all
 
-    trained = train(assemble(problem, runs), objective(problem), AdamSettings(steps, rate))
-    return measure_all(trained.weights, _yardstick(problem), problem.attention), trained.gradient
+    yardstick, settings = _yardstick(problem), AdamSettings(steps, rate)
+    observed, gradients = [], []
+    for group in _groups(problem, runs):
+        trained = train(assemble(problem, group), objective(problem), settings)
+        observed.append(measure_all(trained.weights, yardstick, problem.attention))
+        gradients.append(trained.gradient)
+    return _joined(observed), np.concatenate(gradients)
+
+
+def _groups(problem: Problem, runs: list[Run]) -> Iterator[list[Run]]:
+    """Runs whose moments, as they are and packed, fit GROUP_BYTES together."""
+    size = max(1, int(GROUP_BYTES / (3 * moment_bytes(problem))))
+    for first in range(0, len(runs), size):
+        yield runs[first : first + size]
+
+
+def _joined(observed: list[Any]) -> Any:
+    return type(observed[0])(*(np.concatenate(parts) for parts in zip(*observed, strict=True)))
 
 
 def adam_cells(problem: Problem, spec: Reproduction, sequences: list[int], seeds: list[int]) -> xr.Dataset:
@@ -78,8 +103,9 @@ def langevin_cells(problem: Problem, spec: Reproduction, sequences: list[int], s
     from copyhead.experiment.langevin import LangevinSettings, sample
 
     runs = [(count, seed, start, chi) for count in sequences for seed in seeds for start in STARTS]
-    settings = LangevinSettings(warmup=spec.warmup, draws=spec.draws, thin=spec.thin)
-    trace = sample(assemble(problem, runs), objective(problem), _yardstick(problem), settings)
+    settings = LangevinSettings(LOGIT_STEPS[problem.attention], warmup=spec.warmup, draws=spec.draws, thin=spec.thin)
+    yardstick, shared = _yardstick(problem), objective(problem)
+    trace = _joined([sample(assemble(problem, group), shared, yardstick, settings) for group in _groups(problem, runs)])
     shape = (len(sequences), len(seeds), len(STARTS), spec.draws)
     coords = {"P": sequences, "seed": seeds, "start": list(STARTS), "draw": np.arange(spec.draws), "chi": chi}
     return _grid(trace, ("P", "seed", "start", "draw"), shape, coords)
@@ -98,7 +124,7 @@ def exact_cells(problem: Problem, spec: Reproduction, sequences: list[int], seed
     from copyhead.theory.order_parameters import lift
     from copyhead.theory.transition import phases
 
-    found = phases(problem)
+    found = phases(problem, reach=sequences)
     population = moments.population(tokens.uniform(problem.vocab))
     fields = ("c1", "cG", "a1", "aG", "loss", "gradient")
     values = np.full((len(sequences), len(seeds), len(STARTS), len(fields)), np.nan)
@@ -111,10 +137,10 @@ def exact_cells(problem: Problem, spec: Reproduction, sequences: list[int], seed
                 key = (float(state.c1), float(state.cG))
                 if key not in known:
                     # G = 0 is stationary at any P in linear attention: start beside it, or a saddle would pass for a minimum
-                    start_at = np.array(key) if any(key) else np.array([0.01, 0.01])
+                    start_at = np.array(key) if np.hypot(*key) > 1e-3 else np.array([0.01, 0.01])
                     minimum = minimise(task, np.asarray(lift(start_at, task.target)), problem.attention)
                     observed = measure(minimum.logits, task, population, problem.attention)
-                    known[key] = np.array([*observed, minimum.gradient])
+                    known[key] = np.array([*observed, minimum.gradient]) if minimum.converged else np.full(len(fields), np.nan)
                 values[row, column, layer] = known[key]
     dims = ("P", "seed", "start")
     coords = {"P": sequences, "seed": seeds, "start": list(STARTS)}
@@ -131,7 +157,9 @@ def jump_cells(
     """
     low, high = np.full(len(seeds), bracket[0]), np.full(len(seeds), bracket[1])
     ends, _ = _train(problem, [(p, s, start, problem.chi) for s in seeds for p in bracket], spec.adam_steps, spec.adam_rate)
-    threshold = np.asarray(ends.aG).reshape(len(seeds), 2).mean(axis=1)
+    levels = np.asarray(ends.aG).reshape(len(seeds), 2)
+    threshold = levels.mean(axis=1)
+    apart = levels[:, 0] < 0.5 * levels[:, 1]  # otherwise the bracket does not hold the jump, or training was too short
     while np.any(high - low > 1):
         tried = np.round(np.linspace(low, high, sections + 2)[1:-1].T).astype(int)
         runs = [(int(p), seed, start, problem.chi) for seed, row in zip(seeds, tried, strict=True) for p in row]
@@ -143,7 +171,8 @@ def jump_cells(
             low[index] = max(low[index], failed.max()) if failed.size else low[index]
             above = row[copied & (row > low[index])]
             high[index] = min(high[index], above.min()) if above.size else high[index]
-    return xr.Dataset({"low": ("seed", low), "high": ("seed", high)}, coords={"seed": seeds}, attrs={"start": start})
+    places = {name: ("seed", np.where(apart, end, np.nan)) for name, end in (("low", low), ("high", high))}
+    return xr.Dataset(places, coords={"seed": seeds}, attrs={"start": start})
 
 
 METHODS: dict[str, Callable[..., xr.Dataset]] = {
@@ -165,6 +194,17 @@ def execute(part: Part, spec: Reproduction, path: Path) -> float:
     return seconds
 
 
+def _end_with(parent: int) -> None:
+    """Ends this worker when its parent is gone, however that ended: an orphan would wait for work for ever."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def run(parts: list[Part], spec: Reproduction, store: Store, workers: int, done: Callable[[Part], None]) -> None:
     """Executes every part that the store does not hold yet.
 
@@ -181,7 +221,9 @@ def run(parts: list[Part], spec: Reproduction, store: Store, workers: int, done:
         return
     before = os.environ.get("NPROC")
     os.environ["NPROC"] = "1"  # read when JAX is imported, so it must stand before the workers start
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(
+        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with, initargs=(os.getpid(),)
+    )
     try:
         running: dict[Future[float], Part] = {pool.submit(execute, part, spec, store.path(part.name)): part for part in waiting}
         while running:
@@ -189,6 +231,11 @@ def run(parts: list[Part], spec: Reproduction, store: Store, workers: int, done:
             for future in finished:
                 future.result()
                 done(running.pop(future))
+    except BrokenProcessPool:
+        raise StoreError(
+            f"out = {str(store.folder)!r}: a worker process was ended from outside, perhaps for want of memory; finished parts "
+            "are kept, and the same command goes on from there"
+        ) from None
     except BaseException:
         for process in list((pool._processes or {}).values()):
             process.kill()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from importlib.metadata import version
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, field_validator
 
-from copyhead import __version__
 from copyhead.problem import Attention, Problem, ProblemError
 from copyhead.record import Record
 from copyhead.theory.transition import Phases, phases
@@ -43,14 +44,45 @@ class Reproduction(Record):
     @field_validator("grid")
     @classmethod
     def _ascending(cls, grid: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if grid is not None and (len(grid) < 4 or grid[0] < 1 or any(a >= b for a, b in pairwise(grid))):
+        if grid is not None and (len(grid) < SHORTEST_GRID or grid[0] < 1 or any(a >= b for a, b in pairwise(grid))):
             raise ValueError("must be at least 4 ascending integers >= 1")
         return grid
 
+    @field_validator("chi_factors")
+    @classmethod
+    def _two_scales(cls, factors: tuple[float, float]) -> tuple[float, float]:
+        if not 0 < factors[0] < factors[1]:
+            raise ValueError("must be two ascending numbers > 0")
+        return factors
+
+    @field_validator("attentions")
+    @classmethod
+    def _distinct(cls, attentions: tuple[Attention, ...]) -> tuple[Attention, ...]:
+        if len(set(attentions)) < len(attentions):
+            raise ValueError("must not repeat")
+        return attentions
+
     @property
     def identity(self) -> str:
-        """A hash of all fields and of the version: two runs with the same one give the same numbers."""
-        return hashlib.sha256(f"{__version__} {self.model_dump_json()}".encode()).hexdigest()[:16]
+        """A hash of all fields, of the package's own sources and of the numerical libraries' versions.
+
+        Two runs with the same one give the same numbers; a changed kernel never meets the parts of an older one.
+        """
+        digest = hashlib.sha256(self.model_dump_json().encode())
+        for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+            digest.update(path.read_bytes())
+        for package in ("jax", "numpy", "scipy", "optax"):
+            digest.update(version(package).encode())
+        return digest.hexdigest()[:16]
+
+
+# Fewest P that a transition can be read off, and most memory for the moments of one data set.
+SHORTEST_GRID, MOST_BYTES = 4, 1.5e9
+
+
+def moment_bytes(problem: Problem) -> int:
+    """Memory that a data set needs at least: its token moments, L^2 V^2, and the token bases of packing, V^4; float32."""
+    return 4 * (problem.length**2 * problem.vocab**2 + problem.vocab**4)
 
 
 QUICK: dict[str, Any] = {
@@ -87,7 +119,12 @@ def p_grid(found: Phases, points: int) -> list[int]:
         raise ProblemError("grid = None: the theory finds no transition to put the grid around; give one")
     outer = np.geomspace(0.45 * spans[0][0], 2.2 * spans[-1][1], points - points * 2 // 3)
     inner = [np.geomspace(*span, points * 2 // 3 // len(spans)) for span in spans]
-    return sorted({round(float(place)) for place in (*outer, *np.concatenate(inner))})
+    grid = sorted({round(float(place)) for place in (*outer, *np.concatenate(inner))} - {0})
+    if len(grid) < SHORTEST_GRID:
+        raise ProblemError(
+            f"noise: must be larger; the transitions lie at P < {spans[-1][1]:.3g}, where there are too few integers"
+        )
+    return grid
 
 
 def plane_axes(spec: Reproduction, axis: Literal["length", "vocab"]) -> list[int]:
@@ -109,7 +146,18 @@ def plane_grid(spec: Reproduction, axis: Literal["length", "vocab"], attention: 
 
 
 def parts(spec: Reproduction) -> list[Part]:
-    """All the work of a reproduction, the longest pieces first."""
+    """All the work of a reproduction, the longest pieces first.
+
+    Raises:
+        ProblemError: if the sizes need too much memory, or the theory gives no grid of P.
+    """
+    for axis in ("length", "vocab"):
+        largest = spec.problem.replace(**{axis: plane_axes(spec, axis)[-1]})
+        if moment_bytes(largest) > MOST_BYTES:
+            raise ProblemError(
+                f"{axis} = {getattr(largest, axis)} (the largest of the loss maps): a data set needs 4 (L^2 V^2 + V^4) bytes = "
+                f"{moment_bytes(largest) / 1e9:.1f} GB, which must be below {MOST_BYTES / 1e9:g} GB"
+            )
     found: list[Part] = []
     halves = [list(map(int, half)) for half in np.array_split(np.arange(spec.seeds), 2) if len(half)]
     for attention in spec.attentions:
@@ -133,12 +181,12 @@ def parts(spec: Reproduction) -> list[Part]:
                 )
             )
             found.append(Part(f"exact-{attention}-{number}", "exact", problem, arguments, len(grid) * len(seeds) * 2e4))
-        if theory.verdict == "first-order":
-            window = next(t.window for t in theory.transitions if t.window)
+        window = next((t.window for t in theory.transitions if t.window), None)
+        if window is not None:
             for start in ("small", "copy"):
                 bracket = (round(0.6 * window[0]), round(1.5 * window[1]))
                 arguments = {"seeds": list(range(spec.seeds)), "start": start, "bracket": bracket}
-                found.append(Part(f"jump-{start}", "jump", problem, arguments, spec.seeds * 30 * spec.adam_steps))
+                found.append(Part(f"jump-{attention}-{start}", "jump", problem, arguments, spec.seeds * 30 * spec.adam_steps))
         for axis in ("length", "vocab"):
             arguments = {"sequences": plane_grid(spec, axis, attention), "seeds": list(range(spec.plane_seeds))}
             for size in plane_axes(spec, axis):

@@ -38,11 +38,11 @@ class Store:
                 raise StoreError(f"out = {str(folder)!r}: exists and is not a reproduction; choose a new or empty folder")
             else:
                 folder.mkdir(parents=True, exist_ok=True)
-            (folder / "parts").mkdir(exist_ok=True)
             if not manifest.exists():
                 self.write_text(MANIFEST, json.dumps({"identity": identity, **record}, indent=2))
             elif not os.access(folder, os.W_OK):
                 raise PermissionError(13, "Permission denied")
+            (folder / "parts").mkdir(exist_ok=True)
         except OSError as error:
             raise StoreError(f"out = {str(folder)!r}: cannot be written to ({error.strerror})") from None
 
@@ -61,7 +61,12 @@ class Store:
         return self.folder / "parts" / f"{name}.nc"
 
     def has(self, name: str) -> bool:
-        return self.path(name).exists()
+        """Whether a part is there and readable; one that was damaged later counts as absent and is made again."""
+        try:
+            self.read(name)
+        except OSError:
+            return False
+        return True
 
     def read(self, name: str) -> xr.Dataset:
         with xr.open_dataset(self.path(name), engine="h5netcdf") as dataset:
@@ -91,6 +96,7 @@ def write_dataset(path: Path, dataset: xr.Dataset) -> None:
         dataset.to_netcdf(partial, engine="h5netcdf")
         os.replace(partial, path)
     except OSError as error:
-        raise StoreError(f"out = {str(path)!r}: cannot be written ({error.strerror or error})") from None
+        reason = " ".join(str(error.strerror or error).split())  # HDF5 writes several lines
+        raise StoreError(f"out = {str(path)!r}: cannot be written ({reason})") from None
     finally:
         partial.unlink(missing_ok=True)

@@ -196,9 +196,6 @@ class System:
         """Order parameters (c1, cG) of whitened coordinates."""
         return self.whitening @ z
 
-    def whitened(self, coordinates: np.ndarray) -> np.ndarray:
-        return np.linalg.solve(self.whitening, coordinates)
-
     def slope(self, point: Point) -> float:
         """d cG / d ln P along the branch."""
         with np.errstate(divide="ignore"):

@@ -8,6 +8,7 @@ minimum throughout, its place being where d cG / d ln P has an interior maximum.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise, product
@@ -66,15 +67,14 @@ def search_range(problem: Problem) -> tuple[float, float]:
 class Phases:
     """Every minimum of the reduced action over a range of P, and what follows from them.
 
-    segments: the minima, each a curve in P. lower, upper: the range of ln P. starts: how many Newton starts looked for
-    branches that are not connected to the one from P = 0. complete: whether every branch was followed to its end.
+    segments: the minima, each a curve in P. lower, upper: the range of ln P. complete: whether every branch was followed
+    to its end, and there is a minimum at every P.
     """
 
     system: System
     segments: tuple[Segment, ...]
     lower: float
     upper: float
-    starts: int
     complete: bool
 
     def observe(self, point: Point) -> OrderParameters:
@@ -121,8 +121,9 @@ class Phases:
         found: list[Verdict] = [kind for kind in order if kind in kinds]
         if not self.complete:
             return "undetermined"
-        # One minimum throughout is a crossover also where cG has no steepest place inside the range.
-        return found[0] if found else "crossover" if len(self.segments) == 1 else "undetermined"
+        # One minimum of softmax throughout is a crossover also where cG has no steepest place inside the range.
+        alone = self.system.kind == "softmax" and len(self.segments) == 1
+        return found[0] if found else "crossover" if alone else "undetermined"
 
     def _global(self, log_p: float) -> Segment:
         return self.points(log_p)[0][0]
@@ -208,7 +209,7 @@ def _slopes(system: System, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
     return np.array(log_ps), np.array(slopes)
 
 
-def phases(problem: Problem, task: Task | None = None, upper: float | None = None) -> Phases:
+def phases(problem: Problem, task: Task | None = None, reach: Iterable[float] = ()) -> Phases:
     """Finds every minimum over the range of P that holds the transitions.
 
     The minimum that exists at P -> 0 is followed through its folds; at each pitchfork the new branch is followed too.
@@ -217,10 +218,10 @@ def phases(problem: Problem, task: Task | None = None, upper: float | None = Non
     Args:
         problem: its `sequences`, if given, only widens the range of P.
         task: other moments on the symmetric subspace, such as those of one data set; default: the population.
-        upper: a P that the range must reach.
+        reach: values of P that the range must hold.
     """
     system = System.of(copy_task(problem) if task is None else task, problem.attention)
-    wanted = [*search_range(problem), *(place for place in (problem.sequences, upper) if place is not None)]
+    wanted = [*search_range(problem), *reach, *([] if problem.sequences is None else [problem.sequences])]
     lower, upper = math.log(min(wanted)), math.log(max(wanted))
     first = system.at_fixed_p(np.zeros((1, system.dimension)), lower)[0]
     branches = [follow(system, first, lower, upper)]
@@ -231,17 +232,23 @@ def phases(problem: Problem, task: Task | None = None, upper: float | None = Non
             if grown is not None:
                 branches.append(grown)
                 pieces += segments(grown, event)
-    starts = _search_disconnected(system, branches, pieces, lower, upper)
+    _search_disconnected(system, branches, pieces, lower, upper)
     complete = first.converged and all(branch.complete for branch in branches)
-    return Phases(system, tuple(pieces), lower, upper, starts, complete)
+    return Phases(system, tuple(pieces), lower, upper, complete and _covered(pieces, lower, upper))
 
 
-def _search_disconnected(system: System, branches: list[Branch], pieces: list[Segment], lower: float, upper: float) -> int:
-    """Adds to `branches` and `pieces` the minima that Newton finds from a grid of starts and that no piece explains.
+def _covered(pieces: list[Segment], lower: float, upper: float) -> bool:
+    """Whether there is a minimum at every P of the range, as there must be: S is bounded below and grows with G."""
+    reached = lower
+    for piece in sorted(pieces, key=lambda piece: piece.lower):
+        if piece.lower > reached + 1e-6:
+            return False
+        reached = max(reached, piece.upper)
+    return reached >= upper - 1e-9
 
-    Returns:
-        The number of starts tried.
-    """
+
+def _search_disconnected(system: System, branches: list[Branch], pieces: list[Segment], lower: float, upper: float) -> None:
+    """Adds to `branches` and `pieces` the minima that Newton finds from a grid of starts and that no piece explains."""
     reach = 1.5 * np.max(np.abs([point.z for branch in branches for point in branch.points]), axis=0)
     events = sorted(event.point.log_p for branch in branches for event in branch.events) or [(lower + upper) / 2]
     between = [(first + second) / 2 for first, second in pairwise(events)]
@@ -253,20 +260,17 @@ def _search_disconnected(system: System, branches: list[Branch], pieces: list[Se
     nodes = product((-0.5, 0, 0.5), (0.5, 1)) if linear else product((0,), (-1, -0.3, 0.2, 0.6, 1))
     grid = np.array(list(nodes))
     grid, mirrored = grid * reach, (1, -1) if linear else (1,)
-    count = 0
     for log_p in places:
         known = [other.z for piece in pieces if (other := minimum_on(system, piece, log_p)) is not None]
         # The row sums of A can also have the other sign than the copy entries: start there from the minima that are known.
         opposite = [z * (factor, 1) for z in known if linear for factor in (-1.0, -0.6)]
         for point in system.at_fixed_p(np.array([*grid, *opposite]), log_p):
-            count += 1
             if not point.converged or point.lowest <= 0 or _is_known(point.z, known, mirrored):
                 continue
             if linear and system.coordinates(point.z)[1] < 0:
                 point = _mirrored(point)
             pieces += _both_ways(system, point, branches, lower, upper)
             known.append(point.z)
-    return count
 
 
 def _is_known(z: np.ndarray, known: list[np.ndarray], mirrored: tuple[int, ...]) -> bool:
