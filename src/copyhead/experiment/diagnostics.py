@@ -8,8 +8,8 @@ import numpy as np
 from arviz_stats.base.array import array_stats
 from jaxtyping import Float
 
-# Gates for a sampled mean: below this ESS per chain, or above this R-hat, the error is not to be believed.
-ESS_GATE = 20.0
+# Gates for a sampled mean: below this ESS, or above this R-hat, the error is not to be believed.
+ESS_GATE = 100.0
 RHAT_GATE = 1.1
 
 
@@ -17,7 +17,8 @@ class Estimate(NamedTuple):
     """mean: over data sets (and draws). scatter: standard deviation from data set to data set.
 
     error: standard error of the mean, from the scatter and, for chains, from the effective sample size.
-    ess: smallest effective sample size of a chain, rhat: largest rank-normalised split R-hat within one; nan if not sampled.
+    ess: effective sample size of all chains together. rhat: median over chains of the rank-normalised split R-hat of one; both
+    nan if not sampled. Chains that run on different data sets have different targets, so there is no R-hat between them.
     n: number of data sets. sampling: the part of the error that is Monte Carlo error, zero if not sampled.
     """
 
@@ -57,11 +58,11 @@ def over_chains(draws: Float[np.ndarray, "seed draw"]) -> Estimate:
         return Estimate(float("nan"), float("nan"), float("nan"), 0.0, float("inf"), n)
     between = over_seeds(draws.mean(axis=1))
     if np.ptp(draws) == 0:
-        return between._replace(ess=float(draws.shape[1]), rhat=1.0)
+        return between._replace(ess=float(draws.size), rhat=1.0)
     ess = np.array([float(array_stats.ess(chain[None], chain_axis=0, draw_axis=1, method="mean")) for chain in draws])
-    rhat = max(between_starts(*np.array_split(chain[: len(chain) // 2 * 2], 2)) for chain in draws)
+    rhat = float(np.median([between_starts(*np.array_split(chain[: len(chain) // 2 * 2], 2)) for chain in draws]))
     monte_carlo = float(np.sqrt(np.sum(draws.var(axis=1, ddof=1) / ess))) / n
-    return between._replace(error=max(between.error, monte_carlo), ess=float(ess.min()), rhat=rhat, sampling=monte_carlo)
+    return between._replace(error=max(between.error, monte_carlo), ess=float(ess.sum()), rhat=rhat, sampling=monte_carlo)
 
 
 def between_starts(first: Float[np.ndarray, "draw"], second: Float[np.ndarray, "draw"]) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from copyhead.experiment.adam import GRADIENT_TOLERANCE
-from copyhead.experiment.diagnostics import NOTHING, Estimate, between_starts, over_chains, over_seeds
+from copyhead.experiment.diagnostics import NOTHING, RHAT_GATE, Estimate, between_starts, over_chains, over_seeds
 from copyhead.experiment.locate import onset, resolution, steepest
 from copyhead.study.spec import Part, Reproduction
 from copyhead.study.store import Store
@@ -241,12 +241,17 @@ def agreement(rows: list[dict[str, Any]]) -> list[Agreement]:
             points: dict[tuple[int, str], list[tuple[bool, bool]]] = {}
             for row in rows:
                 if row["attention"] == attention and not row["in_window"] and column in row:
-                    passed = row["adam_converged"] == 1 if method == "Adam" else row["sgld_mixed"]
+                    passed = row["adam_converged"] == 1 if method == "Adam" else _mixed(row)
                     points.setdefault((row["P"], row["start"]), []).append((passed, abs(row[column]) <= AGREEMENT))
             counted = [all(near for _, near in point) for point in points.values() if all(passed for passed, _ in point)]
             gated = len(points) - len(counted)
             found.append(Agreement(method, attention, theory, error, sum(counted), len(counted), gated))
     return found
+
+
+def _mixed(row: dict[str, Any]) -> bool:
+    """Whether the chains of a row passed the gates, and both starts sample the same distribution."""
+    return bool(row["sgld_mixed"] and row["sgld_rhat_between_starts"] <= RHAT_GATE)
 
 
 def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[str, Any]]:
