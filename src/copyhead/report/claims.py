@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,17 +92,22 @@ def _gain(problem: Problem, measured: dict[str, Measured], growth: Scaling) -> C
     scales = leading_order(problem)
     places = {name: [t.P for t in found.theory.transitions if t.kind != "second-order"] for name, found in measured.items()}
     both = places.get("softmax") and places.get("linear")
-    exact = f"{places['linear'][-1] / places['softmax'][-1]:.2f}" if both else "not available"
+    expected = math.sqrt(problem.length * problem.vocab)
+    gain = places["linear"][-1] / places["softmax"][-1] if both else math.nan
     length, last = growth.lengths[-1], {name: values[-1] for name, values in growth.places.items()}
     return Claim(
         "softmax needs O(sqrt(L V)) less data than linear attention",
         f"leading orders: ratio {scales.copying_linear / scales.copying_softmax:.2f}, with sqrt(L V) = "
-        f"{np.sqrt(problem.length * problem.vocab):.1f} (logarithms and factors remain); exact places: ratio {exact}. A run "
+        f"{expected:.1f} (logarithms and factors remain); exact places: ratio {_number(gain)}. A run "
         f"from small weights jumps not at P* but at the upper fold, whose exponent at L = {length:.0f} is "
-        f"{growth.exponent('upper fold')[1][-1]:.2f} against {growth.exponent('crossover')[1][-1]:.2f} of the linear one; "
-        f"there it needs {last['upper fold'] / last['crossover']:.1f} times the data of linear attention",
-        "as a number far less than sqrt(L V); the exponents in L favour softmax at P*, and linear attention at the fold",
+        f"{_number(growth.exponent('upper fold')[1][-1])} against {_number(growth.exponent('crossover')[1][-1])} of the linear "
+        f"one; there it needs {_number(last['upper fold'] / last['crossover'])} times the data of linear attention",
+        f"as a number {_number(gain / expected)} of sqrt(L V); for the scaling see the exponents",
     )
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "(none)"
 
 
 def _pooling(row: dict[str, Any] | None, preset: bool) -> Claim:

@@ -44,5 +44,6 @@ def scaling(problem: Problem, lengths: Sequence[int] = LENGTHS) -> Scaling:
                 places["P*"][index] = t.P
                 places["lower fold"][index], places["upper fold"][index] = t.window
         for t in phases(varied.replace(attention="linear")).transitions:
-            places["P_c" if t.kind == "second-order" else "crossover"][index] = t.P
+            if t.kind != "first-order":  # linear attention jumps only for token_scale > 0 and large L / V
+                places["P_c" if t.kind == "second-order" else "crossover"][index] = t.P
     return Scaling(np.array(lengths, float), places)
