@@ -252,7 +252,7 @@ def _search_disconnected(system: System, branches: list[Branch], pieces: list[Se
     reach = 1.5 * np.max(np.abs([point.z for branch in branches for point in branch.points]), axis=0)
     events = sorted(event.point.log_p for branch in branches for event in branch.events) or [(lower + upper) / 2]
     between = [(first + second) / 2 for first, second in pairwise(events)]
-    beyond = np.arange(events[-1] + 1, upper, 2.0)  # a branch may be born at a fold far above the last event known
+    beyond = np.arange(events[-1] + 1, upper, 3.0)  # a branch may be born at a fold far above the last event known
     wanted = [events[0] - 1, *(place + 0.01 for place in events), *between, *beyond]
     places = [place for place in wanted if lower < place < upper]
     # Softmax does not depend on the first coordinate (the mean of a row); linear attention is odd, so half a plane will do.
