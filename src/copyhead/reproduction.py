@@ -93,8 +93,8 @@ def reproduce(
     began = time.perf_counter()
     base = problem.replace(attention="softmax", sequences=None)
     spec = Reproduction(**{**(QUICK if quick else {}), **settings, "problem": base})
+    work = parts(spec)  # refuses impossible sizes before anything is written
     store = Store(Path(out), spec.identity, {"settings": json.loads(spec.model_dump_json())})
-    work = parts(spec)
     with progress("training and sampling", sum(part.weight for part in work)) as advance:
         run(work, spec, store, workers or os.cpu_count() or 1, lambda part: advance(part.weight))
     with progress("tables, figures and report", 1.0) as advance:

@@ -187,7 +187,7 @@ def _paired(values: np.ndarray, exact: np.ndarray, least: float) -> float:
 
 def _limit_by_seed(results: Measured, quantity: str, sequences: int, start: str, factor: float) -> np.ndarray:
     """SGLD extrapolated to chi -> infinity on each data set."""
-    low, high = (curves.values(quantity, sequences, start) for curves in (*results.sgld.values(),))
+    low, high = (curves.values(quantity, sequences, start) for curves in results.sgld.values())
     return (factor * high - low) / (factor - 1)
 
 

@@ -128,7 +128,7 @@ def p_grid(found: Phases, points: int) -> list[int]:
 
 
 def plane_axes(spec: Reproduction, axis: Literal["length", "vocab"]) -> list[int]:
-    """Sizes from half to twice the problem's own, doubling evenly."""
+    """Sizes, evenly spaced in the logarithm, from half the problem's own to twice (L) or three times (V)."""
     center, least = getattr(spec.problem, axis), 2
     sizes = np.geomspace(max(center / 2, least), center * (2 if axis == "length" else 3), spec.plane_sizes)
     return sorted({round(float(size)) for size in sizes})
@@ -141,8 +141,10 @@ def plane_grid(spec: Reproduction, axis: Literal["length", "vocab"], attention: 
     for size in {sizes[0], getattr(spec.problem, axis), sizes[-1]}:
         found = phases(spec.problem.replace(**{axis: size}, attention=attention))
         places += [place for t in found.transitions for place in ([*t.window] if t.window else [t.P])]
+    if not places:
+        raise ProblemError(f"{axis}: the theory finds no transition to put a loss map around")
     grid = np.geomspace(0.5 * min(places), 1.6 * max(places), spec.plane_points)
-    return sorted({round(float(place)) for place in grid})
+    return sorted({round(float(place)) for place in grid} - {0})
 
 
 def parts(spec: Reproduction) -> list[Part]:
@@ -151,7 +153,7 @@ def parts(spec: Reproduction) -> list[Part]:
     Raises:
         ProblemError: if the sizes need too much memory, or the theory gives no grid of P.
     """
-    for axis in ("length", "vocab"):
+    for axis in ("vocab", "length"):
         largest = spec.problem.replace(**{axis: plane_axes(spec, axis)[-1]})
         if moment_bytes(largest) > MOST_BYTES:
             raise ProblemError(
