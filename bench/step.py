@@ -23,14 +23,14 @@ import numpy as np
 import optax
 
 from copyhead.experiment.adam import AdamSettings, descend
-from copyhead.experiment.cells import Cells, assemble, data_sets, objective
+from copyhead.experiment.cells import Cells, assemble
 from copyhead.experiment.langevin import LangevinSettings, chains
-from copyhead.experiment.observables import Yardstick
-from copyhead.experiment.packed import Transposed, chunk_size, pack, rows
-from copyhead.model import moments, tokens
+from copyhead.experiment.observables import yardstick
+from copyhead.experiment.packed import PackedPath
+from copyhead.model import layout, targets, tokens
 from copyhead.model.attention import attention
-from copyhead.model.network import Positional
-from copyhead.model.prior import logit_energy, output_energy
+from copyhead.model.network import Network, Positional
+from copyhead.model.prior import logit_energy, output_energy, prior
 from copyhead.problem import Problem
 
 STEPS, DIRECT_STEPS, PRODUCTS, ROUNDS = 400, 2, 20, 7
@@ -49,20 +49,18 @@ def packed_operations(length: int, vocab: int) -> int:
 
 def direct(problem: Problem, cells: Cells, sequences: int) -> Callable[[], object]:
     """Adam through P sequences for every replica, vmapped, as one would write it first."""
-    target = objective(problem)
+    numbers, whole = prior(problem), layout.full(problem.length, dtype=jnp.float32)
     law, length, vocab = tokens.uniform(problem.vocab), problem.length, problem.vocab
     drawn = [tokens.sample(tokens.stream(seed, "train"), sequences, length, law) for seed in range(len(cells.chi))]
     inputs = jax.nn.one_hot(jnp.stack(drawn), vocab)
-    wanted = jnp.einsum("ab,rpbu->rpau", target.target, inputs)
+    wanted = jnp.einsum("ab,rpbu->rpau", targets.shift(length), inputs)
     optimiser = optax.adam(0.01)
 
     def energy(weights: Positional, x: jax.Array, y: jax.Array) -> jax.Array:
         matrix = attention(weights.logits, problem.attention, length)
         error = jnp.sum((y - matrix @ (x @ weights.output)) ** 2)
         return (
-            error / (2 * target.prior.kappa)
-            + output_energy(weights.output, target.prior)
-            + logit_energy(weights.logits, target.layout, target.prior)
+            error / (2 * numbers.kappa) + output_energy(weights.output, numbers) + logit_energy(weights.logits, whole, numbers)
         )
 
     @jax.jit
@@ -87,14 +85,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     problem = Problem.preset("paper", length=args.length, vocab=args.vocab)
-    cells = assemble(problem, [(300, seed, "small", problem.chi) for seed in range(args.replicas)])
-    target = objective(problem)
-    chunk = chunk_size(args.length, args.vocab)
-    packed = pack(cells.data, target.target)
-    start = Transposed(np.swapaxes(cells.start.logits, -1, -2), cells.start.output)
-    law = tokens.uniform(args.vocab)
-    population = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), moments.population(law))
-    yardstick = Yardstick(target.target, target.layout, population, data_sets(problem, [100], 0)[0])
+    path = PackedPath(problem)
+    cells = assemble(path, [(300, seed, "small", problem.chi) for seed in range(args.replicas)])
+    chunk, against = path.cells, yardstick(problem, Network(), 100)
+    start, packed = path.prepare(cells.start, cells.data, cells.batch_key)
 
     def in_turn(run: Callable[..., object], *arrays: object) -> Callable[[], None]:
         parts = [
@@ -108,7 +102,6 @@ def main() -> None:
         return call
 
     settings = LangevinSettings(warmup=STEPS - 20, draws=1, thin=20)
-    shared = (rows(target.target, target.layout), target.prior)
     square = jnp.asarray(np.random.default_rng(0).standard_normal((1024, 1024)), jnp.float32)
     product = jax.jit(lambda x: x @ x)
 
@@ -119,12 +112,12 @@ def main() -> None:
     runs: dict[str, tuple[Callable[[], object], float]] = {
         "matmul": (products, PRODUCTS * 2 * 1024**3),
         "adam": (
-            in_turn(lambda s, d: descend(s, d, *shared, problem.attention, AdamSettings(STEPS, 0.01)), start, packed),
+            in_turn(lambda s, d: descend(s, d, path, AdamSettings(STEPS, 0.01)), start, packed),
             args.replicas * STEPS,
         ),
         "sgld": (
             in_turn(
-                lambda s, d, c, k: chains(s, d, c, k, *shared, yardstick, problem.attention, settings),
+                lambda s, d, c, k: chains(s, d, c, k, path, against, settings),
                 start, packed, cells.chi, cells.key,
             ),
             args.replicas * STEPS,

@@ -4,19 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from copyhead.experiment.cells import assemble, objective
+from copyhead.experiment.adam import NEVER
+from copyhead.experiment.cells import assemble
 from copyhead.experiment.diagnostics import over_chains
 from copyhead.experiment.langevin import LangevinSettings, chains, langevin_step, sample
-from copyhead.experiment.observables import Yardstick
-from copyhead.experiment.packed import Transposed, pack, rows
-from copyhead.model import moments, tokens
+from copyhead.experiment.observables import yardstick
+from copyhead.experiment.packed import PackedPath, Transposed
+from copyhead.model.network import Network
 from copyhead.problem import Problem
 
-
-def yardstick(problem: Problem) -> Yardstick:
-    shared = objective(problem)
-    population = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), moments.population(tokens.uniform(problem.vocab)))
-    return Yardstick(shared.target, shared.layout, population, population)
+FRESH = 64
 
 
 def test_stationary_variance_of_a_gaussian_mode_is_exact_in_the_step():
@@ -28,7 +25,7 @@ def test_stationary_variance_of_a_gaussian_mode_is_exact_in_the_step():
 
     def step(weights, number):
         slope = Transposed(scale * weights.logits, scale * weights.output)
-        moved = langevin_step(weights, slope, (eps, jnp.full((cells, 1, 1), eps)), jnp.full(cells, chi), keys, number)
+        moved = langevin_step(weights, slope, Transposed(eps, jnp.full((cells, 1, 1), eps)), jnp.full(cells, chi), keys, number)
         return moved, weights.logits
 
     start = Transposed(jnp.zeros((cells, size, size)), jnp.zeros((cells, 3, 3)))
@@ -42,13 +39,12 @@ def test_stationary_variance_of_a_gaussian_mode_is_exact_in_the_step():
 
 def test_without_data_the_prior_is_sampled():
     problem = Problem(length=8, vocab=3, noise=0.9, logit_variance=0.5, output_variance=2.0, chi=10.0)
-    shared = objective(problem)
-    cells = assemble(problem, [(20, seed, "small", problem.chi) for seed in range(8)])
-    nothing = jax.tree.map(jnp.zeros_like, pack(cells.data, shared.target))
+    path = PackedPath(problem)
+    cells = assemble(path, [(20, seed, "small", problem.chi) for seed in range(8)])
+    start, data = path.prepare(cells.start, cells.data, cells.batch_key)
     settings = LangevinSettings(step_logits=0.1, output_courant=0.2, warmup=500, draws=400, thin=20)
-    start = Transposed(np.swapaxes(cells.start.logits, -1, -2), cells.start.output)
-    fixed = rows(shared.target, shared.layout), shared.prior, yardstick(problem), shared.kind
-    trace = chains(start, nothing, cells.chi, cells.key, *fixed, settings)
+    nothing = jax.tree.map(jnp.zeros_like, data)
+    trace = chains(start, nothing, cells.chi, cells.key, path, yardstick(problem, Network(), FRESH), settings).observables
     # cG is the mean of L entries minus the mean of L (L - 1): its prior variance is g_W / chi (1/L + 1/(L (L - 1)))
     length = problem.length
     variance = problem.logit_variance / problem.chi * (1 / length + 1 / (length * (length - 1)))
@@ -67,9 +63,11 @@ def test_without_data_the_prior_is_sampled():
 
 def test_chains_do_not_depend_on_the_chunk():
     problem = Problem(length=8, vocab=3, noise=0.9)
-    cells = assemble(problem, [(60, seed, start, 20.0) for seed in range(3) for start in ("small", "copy")])
+    path = PackedPath(problem)
+    cells = assemble(path, [(60, seed, start, 20.0) for seed in range(3) for start in ("small", "copy")])
     settings = LangevinSettings(warmup=20, draws=4, thin=5)
-    two, four = (sample(cells, objective(problem), yardstick(problem), settings, chunk=chunk) for chunk in (2, 4))
+    against = yardstick(problem, Network(), FRESH)
+    two, four = (sample(cells, path, against, settings, chunk=chunk).observables for chunk in (2, 4))
     for left, right in zip(two, four, strict=True):
         # float32: the order of sums may differ between chunk sizes
         assert np.allclose(left, right, rtol=1e-4, atol=1e-5)
@@ -77,11 +75,15 @@ def test_chains_do_not_depend_on_the_chunk():
 
 def test_a_diverging_chain_is_reported_and_leaves_the_others_alone():
     problem = Problem(length=8, vocab=3, noise=0.9)
-    cells = assemble(problem, [(60, 0, "small", 20.0), (60, 1, "small", 20.0)])
+    path, against = PackedPath(problem), yardstick(problem, Network(), FRESH)
+    cells = assemble(path, [(60, 0, "small", 20.0), (60, 1, "small", 20.0)])
     settings = LangevinSettings(warmup=20, draws=10, thin=5)
-    healthy = sample(cells, objective(problem), yardstick(problem), settings).loss
+    healthy = sample(cells, path, against, settings).observables.loss
     cells.start.output[0] *= 1e30  # overflows in the first step
-    loss = sample(cells, objective(problem), yardstick(problem), settings).loss
+    sampled = sample(cells, path, against, settings)
+    loss = sampled.observables.loss
+    # seen at the first draw, after the warm-up and five steps
+    assert sampled.diverged.tolist() == [25, NEVER]
     assert not np.isfinite(loss[0]).any()
     assert not over_chains(loss[:1]).mixed
     assert np.array_equal(loss[1], healthy[1])

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from copyhead.experiment.cells import assemble, objective
-from copyhead.experiment.packed import Transposed, chunk_size, gradient, pack, rows
+from copyhead.experiment.cells import assemble
+from copyhead.experiment.packed import PackedPath, Transposed, chunk_size, gradient, pack, rows
+from copyhead.model import layout, targets
 from copyhead.model.energy import energy
+from copyhead.model.prior import prior
 from copyhead.problem import Problem
 
 CASES = [
@@ -32,17 +34,17 @@ def weights(problem: Problem, cells: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("fields", CASES)
 def test_packed_gradient_is_the_gradient_of_the_energy(fields):
     problem = Problem(**{"length": 7, "vocab": 3, "noise": 0.8, **fields})
-    cells, target = assemble(problem, [(50, 0, "small", 1.0), (80, 1, "copy", 1.0)]), objective(problem)
+    path = PackedPath(problem)
+    cells = assemble(path, [(50, 0, "small", 1.0), (80, 1, "copy", 1.0)])
     logits, output = weights(problem, 2)
+    target, whole = targets.shift(problem.length, cyclic=problem.cyclic), layout.full(problem.length, problem.cyclic)
 
     def total(pair, data):
-        return energy(*pair, target.target, data, target.layout, target.prior, target.kind)
+        return energy(*pair, target, data, whole, prior(problem), problem.attention)
 
     with jax.default_matmul_precision("highest"):
-        packed = pack(cells.data, target.target)
-        found = gradient(
-            Transposed(logits.swapaxes(1, 2), output), packed, rows(target.target, target.layout), target.prior, target.kind
-        )
+        _, packed = path.prepare(cells.start, cells.data, cells.batch_key)
+        found = path.slope(Transposed(logits.swapaxes(1, 2), output), packed, None)
         wanted = jax.vmap(jax.grad(total))((logits, output), cells.data)
     for part, reference in zip((found.logits.mT, found.output), wanted, strict=True):
         # float32 sums of a few hundred terms: a relative 1e-5 of the largest entry is ten times what is seen
@@ -51,17 +53,15 @@ def test_packed_gradient_is_the_gradient_of_the_energy(fields):
 
 def test_general_target():
     problem = Problem(length=6, vocab=3, noise=0.8)
-    cells, shared = assemble(problem, [(60, 0, "small", 1.0)]), objective(problem)
+    cells, whole, numbers = assemble(PackedPath(problem), [(60, 0, "small", 1.0)]), layout.full(6), prior(problem)
     target = np.random.default_rng(1).normal(size=(6, 6)).astype(np.float32)  # rows do not sum to one
     logits, output = weights(problem, 1)
     for kind in ("softmax", "linear"):
         found = gradient(
-            Transposed(logits.swapaxes(1, 2), output), pack(cells.data, target), rows(target, shared.layout), shared.prior, kind
+            Transposed(logits.swapaxes(1, 2), output), pack(cells.data, target), rows(target, whole), numbers, kind
         )
-        total = partial(energy, target=target, moments=jax.tree.map(lambda leaf: leaf[0], cells.data), layout=shared.layout)
-        wanted = jax.grad(lambda pair, total=total, kind=kind: total(*pair, prior=shared.prior, kind=kind))(
-            (logits[0], output[0])
-        )
+        total = partial(energy, target=target, moments=jax.tree.map(lambda leaf: leaf[0], cells.data), layout=whole)
+        wanted = jax.grad(lambda pair, total=total, kind=kind: total(*pair, prior=numbers, kind=kind))((logits[0], output[0]))
         for part, reference in zip((found.logits[0].T, found.output[0]), wanted, strict=True):
             assert jnp.abs(part - reference).max() < 1e-5 * jnp.abs(reference).max()
 

@@ -112,10 +112,16 @@ def test_loss_per_token_is_the_mean_over_sequences_and_scored_positions(kind, cy
     assert float(loss) == pytest.approx(squared_error(logits, output, data, kind, cyclic) / positions, rel=ROUNDING)
 
 
+def positional(logits, output):
+    """The circuits of a positional network."""
+    problem = Problem(length=logits.shape[0], vocab=output.shape[0], noise=1.0)
+    return network.circuits(network.Positional(jnp.asarray(logits), jnp.asarray(output)), problem)
+
+
 @KINDS
 def test_the_forward_pass_is_the_network(kind):
     logits, output, data = an_example(seed=3)
-    weights = network.Positional(jnp.asarray(logits), jnp.asarray(output))
+    weights = positional(logits, output)
     expected = [run_network(logits, output, sequence, kind) for sequence in data]
     np.testing.assert_allclose(network.forward(weights, data, kind), expected, rtol=ROUNDING, atol=ROUNDING)
 
@@ -228,9 +234,9 @@ def test_column_sums_of_a_layout_that_has_none_are_refused():
 def test_a_network_that_starts_from_copying_copies(kind):
     """Softmax puts e^2 L / (L - 1 + e^2 L) of the attention on the copied token; linear attention all of it."""
     length, vocab = 6, 4
-    start = network.copy_start(targets.shift(length), vocab, kind)
+    start = network.copying(targets.shift(length), vocab, kind)
     data = np.random.default_rng(0).integers(0, vocab, (5, length))
-    outputs = np.asarray(network.forward(network.Positional(*map(jnp.asarray, start)), data, kind))
+    outputs = np.asarray(network.forward(positional(*start), data, kind))
     if kind == "linear":  # at the least |G|^2 + |W|^2 for a given product, both are equal
         assert np.sum(start.logits**2) == pytest.approx(np.sum(start.output**2), rel=ROUNDING)
     share = np.exp(2) * length / (length - 1 + np.exp(2) * length) if kind == "softmax" else 1.0

@@ -161,6 +161,27 @@ def reproduce(
     quick: Annotated[bool, typer.Option("--quick", help="fewer data sets, points and steps: a check, not a result")] = False,
     grid: Annotated[str | None, typer.Option(help="P of the training runs: ascending integers, P1,P2,...")] = None,
     seeds: Annotated[str | None, typer.Option(help="number of data sets (default 8)", metavar="INT")] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            help="which network is trained: positional (attention reads no tokens), kernel (it does; d_model infinite), "
+            "embedded (finite d_model, every weight trained)",
+            metavar="positional|kernel|embedded",
+        ),
+    ] = None,
+    width: Annotated[str | None, typer.Option(help="d_model of the embedded network (default 128)", metavar="INT")] = None,
+    embedding: Annotated[
+        str | None, typer.Option(help="its embeddings at the start (default orthogonal)", metavar="orthogonal|gaussian")
+    ] = None,
+    positions: Annotated[
+        str | None, typer.Option(help="its positional encoding (default learned)", metavar="learned|fixed")
+    ] = None,
+    embedding_variance: Annotated[
+        str | None, typer.Option(help="g_E, how far its embeddings may move (default 0.01)", metavar="FLOAT")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="sequences in the gradient of one step (default: all)", metavar="INT")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="worker processes (default: one for each core)", min=1)] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -174,10 +195,20 @@ def reproduce(
     - `copyhead reproduce --quick --out check`
 
     - `copyhead reproduce --length 64 --vocab 10 --noise 1 --seeds 16 --out larger`
+
+    - `copyhead reproduce --network embedded --width 256 --out embedded`
     """
+    from copyhead.model.network import Network
     from copyhead.reproduction import reproduce as run
 
-    chosen: dict[str, Any] = {} if seeds is None else {"seeds": seeds}
+    given = {"seeds": seeds, "batch": batch}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    fields = {"kind": network, "width": width, "embedding": embedding, "positions": positions}
+    fields["embedding_variance"] = embedding_variance
+    architecture = {name: value for name, value in fields.items() if value is not None}
+    if network != "embedded" and len(architecture) > (network is not None):
+        raise ProblemError(f"network = {network or 'positional'!r}: {', '.join(list(architecture))} need network = embedded")
+    chosen["network"] = Network(**architecture)
     if grid is not None:
         chosen["grid"] = tuple(part.strip() for part in grid.split(","))
     summary = run(problem, out, quick=quick, workers=workers, progress=_Progress, **chosen)

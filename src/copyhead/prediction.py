@@ -71,17 +71,16 @@ class Prediction:
         p = self.problem
         lines = [
             f"{self.verdict} ({p.attention} attention, L = {p.length}, V = {p.vocab}, sigma^2 = {p.noise:g}, "
-            f"g_W = {p.logit_variance:g}, g_O = {p.output_variance:g}, tau_x = {p.token_scale:g}; chi -> infinity)"
+            f"g_W = {p.logit_variance:g}, g_O = {p.output_variance:g}, tau_x = {p.token_scale:g}"
+            f"{', attention reads the tokens' if p.content else ''}; chi -> infinity)"
         ]
         leading = self.leading_order
         copying = ("Eq. 21", leading.copying_softmax) if p.attention == "softmax" else ("Eq. 17", leading.copying_linear)
-        beside = {
-            "first-order": copying,
-            "second-order": ("Eq. 16", leading.pooling),
-            "crossover": copying,
-        }
+        pooling = ("Eq. 16", leading.pooling)
         for t in self.transitions:
-            equation, scale = beside[t.kind]
+            # linear attention may begin to pool in a jump: it does so from zero
+            pools = t.kind == "second-order" or (p.attention == "linear" and float(t.before.aG) == 0)
+            equation, scale = pooling if pools else copying
             window = f", coexistence {t.window[0]:.6g} .. {t.window[1]:.6g}" if t.window else ""
             lines.append(
                 f"  {t.kind} at P = {t.P:.6g}{window}; leading order ({equation}) {scale:.4g}, ratio {t.P / scale:.3f}"
@@ -103,7 +102,8 @@ def predict(problem: Problem) -> Prediction:
     Exact minima of the action with population moments, chi -> infinity (theory.md sections 3 to 5).
 
     Raises:
-        ProblemError: where the order-parameter theory does not apply (token_scale > 0 without cyclic symmetry).
+        ProblemError: where the order-parameter theory does not apply (token_scale > 0 without cyclic symmetry, or content
+            without token_scale).
     """
     found = phases(problem.replace(sequences=None))
     state = None if problem.sequences is None else _state(found, problem)

@@ -35,7 +35,14 @@ class Problem(Record):
     position_scale: float = Field(default=1.0, gt=0, description="tau_p, weight of positions in the logit kernel")
     token_scale: float = Field(default=0.0, ge=0, description="tau_x, weight of tokens in the logit kernel")
     attention: Attention = Field(default="softmax", description="phi: softmax over positions, or linear G / L")
+    content: bool = Field(
+        default=False,
+        description="attention reads the tokens: order parameters cI and cS beside c1 and cG; needs token_scale > 0 and cyclic",
+    )
     cyclic: bool = Field(default=True, description="position 0 copies position L - 1; otherwise it is not scored")
+    head_dimension: int | None = Field(
+        default=None, ge=1, le=1_000_000, description="d_h, columns of separate query and key matrices (else one fused matrix)"
+    )
     sequences: float | None = Field(default=None, gt=0, description="P, number of training sequences")
 
     @classmethod

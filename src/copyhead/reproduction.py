@@ -16,15 +16,18 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from copyhead.problem import Problem
+from copyhead.experiment.path import path
+from copyhead.model.network import Network
+from copyhead.problem import Problem, ProblemError
 from copyhead.report import figures, html
 from copyhead.report.claims import claims, remarks
 from copyhead.study import compare
 from copyhead.study.diagram import Axis, Diagram, diagram
 from copyhead.study.run import run
 from copyhead.study.scaling import Scaling, scaling
-from copyhead.study.spec import QUICK, Part, Reproduction, parts
+from copyhead.study.spec import Part, Reproduction, parts, settings_for
 from copyhead.study.store import Store
+from copyhead.study.width import departures
 
 Progress = Callable[[str, float], AbstractContextManager[Callable[[float], None]]]
 PACKAGES = ("copyhead", "jax", "numpy", "scipy", "optax", "arviz-stats", "xarray", "matplotlib")
@@ -32,11 +35,12 @@ PACKAGES = ("copyhead", "jax", "numpy", "scipy", "optax", "arviz-stats", "xarray
 
 @dataclass(frozen=True)
 class Summary:
-    """Where the results are, the transitions and the agreement."""
+    """Where the results are, the transitions and the agreement. lost: one line for each run that diverged."""
 
     folder: Path
     transitions: list[dict[str, Any]]
     agreements: list[compare.Agreement]
+    lost: list[str]
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -44,6 +48,7 @@ class Summary:
             "folder": str(self.folder),
             "transitions": self.transitions,
             "agreement": [{**a._asdict(), "fraction": a.fraction} for a in self.agreements],
+            "diverged": self.lost,
             "seconds": self.seconds,
         }
 
@@ -68,7 +73,7 @@ class Summary:
             f"({a.theory}); {a.gated} more not converged or not mixed"
             for a in self.agreements
         ]
-        return "\n".join([*lines, f"report: {self.folder / 'report.html'}   ({self.seconds:.0f} s)"])
+        return "\n".join([*lines, *self.lost, f"report: {self.folder / 'report.html'}   ({self.seconds:.0f} s)"])
 
 
 def reproduce(
@@ -83,7 +88,8 @@ def reproduce(
     """Runs theory, Adam and SGLD for both kinds of attention and writes tables, figures and report.html to `out`.
 
     Args:
-        problem: sizes and prior; its attention and sequences are not used.
+        problem: sizes and prior; its attention and sequences are not used. For a network that reads tokens token_scale = 0
+            stands for 1, and the theory is that of content-dependent attention.
         out: a new or empty folder, or that of a stopped run with the same settings, which is then continued.
         settings: fields of study.spec.Reproduction.
 
@@ -91,8 +97,14 @@ def reproduce(
         ProblemError: for a setting outside its range. StoreError: if `out` cannot be used.
     """
     began = time.perf_counter()
+    network = settings.get("network", Network())
     base = problem.replace(attention="softmax", sequences=None)
-    spec = Reproduction(**{**(QUICK if quick else {}), **settings, "problem": base})
+    if network.kind == "positional" and base.content:
+        raise ProblemError("content = True: the positional network reads no tokens; use network = kernel or embedded")
+    if network.kind != "positional":
+        base = base.replace(token_scale=base.token_scale or 1.0, content=True)
+    spec = Reproduction(**{**settings_for(network, quick), **settings, "problem": base})
+    path(spec.problem, spec.network, spec.batch)  # refuses what does not go together
     work = parts(spec)  # refuses impossible sizes before anything is written
     store = Store(Path(out), spec.identity, {"settings": json.loads(spec.model_dump_json())})
     with progress("training and sampling", sum(part.weight for part in work)) as advance:
@@ -101,6 +113,7 @@ def reproduce(
         measured = compare.gather(spec, work, store)
         rows, transitions = compare.grid_table(spec, measured), compare.transition_table(spec, measured)
         agreements = compare.agreement(rows)
+        lost = compare.lost_runs(work, store)
         store.write_text("grid.csv", compare.to_csv(rows))
         store.write_text("transitions.json", json.dumps(transitions, indent=2))
         growth = scaling(spec.problem)
@@ -115,7 +128,7 @@ def reproduce(
             quick=quick,
             transitions=transitions,
             agreements=agreements,
-            remarks=remarks(rows, measured),
+            remarks=[*remarks(rows, measured), *lost],
             claims=claims(spec.problem, measured, transitions, agreements, growth),
             columns=list(dict.fromkeys(key for row in rows for key in row)),
             grid=rows,
@@ -123,7 +136,7 @@ def reproduce(
         )
         store.write_text("report.html", page)
         advance(0.1)
-    return Summary(Path(out), transitions, agreements, time.perf_counter() - began)
+    return Summary(Path(out), transitions, agreements, lost, time.perf_counter() - began)
 
 
 def _figures(
@@ -145,6 +158,16 @@ def _figures(
             )
             drawn.append((f"hysteresis-{attention}", caption, figures.hysteresis(results)))
     maps, lines = _maps(spec, work, store)
+    if narrow := departures(spec, work, store):
+        caption = (
+            "Departure of the embedded network from the kernel limit against 1/d_model, before the transition and as a copy "
+            "head. Dots: Adam minus the exact minimum of the kernel limit on the same data set, standard errors; lines: theory "
+            "of embeddings that adapt (population moments). g_E: prior variance of an embedding row around its start."
+        )
+        drawn.append(("departure", caption, figures.departures(narrow)))
+        store.write_text("departure.csv", compare.to_csv(
+            [{"attention": attention, **row} for attention, found in narrow.items() for row in found.rows()]
+        ))  # fmt: skip
     caption = (
         "Loss per token of Adam from small weights over (P, L) and (P, V), with the places of the theory and the leading order."
     )

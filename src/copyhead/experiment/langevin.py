@@ -1,4 +1,4 @@
-"""Full-batch stochastic gradient Langevin dynamics (SGLD) on (G, W), for many chains at once.
+"""Stochastic gradient Langevin dynamics (SGLD) on all weights, full batch or mini-batch, for many chains at once.
 
 Convention: theta' = theta - eps grad E + sqrt(2 eps / chi) xi, so that eps -> 0 samples exp(-chi E). On a Gaussian mode of
 curvature k the stationary variance is 1 / (chi k (1 - eps k / 2)): the bias of a finite step is known, and the step must
@@ -8,21 +8,19 @@ stay below 2 / k for the largest k. G and W have steps of their own: a constant 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
-from copyhead.experiment.cells import Cells, Objective, in_chunks
+from copyhead.experiment.adam import NEVER, bounded
+from copyhead.experiment.cells import Cells, in_chunks
 from copyhead.experiment.noise import normals
-from copyhead.experiment.observables import Observables, Yardstick, measure
-from copyhead.experiment.packed import COMPILATION, Packed, Rows, Transposed, chunk_size, gradient, pack
-from copyhead.experiment.packed import rows as row_sums
-from copyhead.model.network import Positional
-from copyhead.model.prior import Prior
-from copyhead.problem import Attention
+from copyhead.experiment.observables import Yardstick, measure
+from copyhead.experiment.path import COMPILATION, Path
+from copyhead.problem import Problem
 
 
 class LangevinSettings(NamedTuple):
@@ -39,87 +37,92 @@ class LangevinSettings(NamedTuple):
     thin: int = 50
 
 
-def sample(
-    cells: Cells, objective: Objective, yardstick: Yardstick, settings: LangevinSettings, chunk: int | None = None
-) -> Observables:
-    """Runs one chain for each cell; observables of shape (n, draws). A chain that diverges is nan from there on.
+class Sampled(NamedTuple):
+    """observables: of shape (n, draws). diverged: a step by which a chain was lost; adam.NEVER if it was not."""
+
+    observables: Any
+    diverged: Int[np.ndarray, "n"]
+
+
+def sample(cells: Cells, path: Path, yardstick: Yardstick, settings: LangevinSettings, chunk: int | None = None) -> Sampled:
+    """Runs one chain for each cell. A chain that diverges is nan from there on.
 
     Args:
-        chunk: cells run at a time, by default what fits the cache; results do not depend on it beyond float32 rounding.
+        chunk: cells run at a time, by default what suits the path; results do not depend on it beyond float32 rounding.
     """
-    target, layout, prior, kind = objective
-    rows = row_sums(target, layout)
 
-    def run(part: Cells) -> Observables:
-        start = Transposed(np.swapaxes(part.start.logits, -1, -2), part.start.output)
-        return chains(start, pack(part.data, target), part.chi, part.key, rows, prior, yardstick, kind, settings)
+    def run(part: Cells) -> Sampled:
+        start, data = path.prepare(part.start, part.data, part.batch_key)
+        return chains(start, data, part.chi, part.key, path, yardstick, settings)
 
-    length, vocab = target.shape[0], cells.start.output.shape[-1]
-    return in_chunks(run, cells, chunk or chunk_size(length, vocab))
+    return in_chunks(run, cells, chunk or path.cells)
 
 
 def langevin_step(
-    weights: Transposed,
-    slope: Transposed,
-    steps: tuple[Float[Array, "..."], Float[Array, "cell 1 1"]],
+    weights: Any,
+    slope: Any,
+    steps: Any,
     chi: Float[Array, "cell"],
     key: UInt32[Array, "cell 2"],
     number: UInt32[Array, ""],
-) -> Transposed:
-    """theta - eps grad E + sqrt(2 eps / chi) xi. steps: eps of the logits and of the output map."""
+) -> Any:
+    """theta - eps grad E + sqrt(2 eps / chi) xi. steps: eps of each weight, in the structure of the weights."""
     shapes = [part.shape[1:] for part in weights]
-    sizes = [int(np.prod(shape)) for shape in shapes]
-    noise = normals(key, number, sum(sizes)) * jnp.sqrt(2 / chi)[:, None]
-    pieces = (noise[:, : sizes[0]], noise[:, sizes[0] :])
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
+    noise = normals(key, number, int(ends[-1])) * jnp.sqrt(2 / chi)[:, None]
     moved = (
         part - eps * down + jnp.sqrt(eps) * xi.reshape(-1, *shape)
-        for part, down, eps, xi, shape in zip(weights, slope, steps, pieces, shapes, strict=True)
+        for part, down, eps, xi, shape in zip(weights, slope, steps, jnp.split(noise, ends[:-1], axis=1), shapes, strict=True)
     )
-    return Transposed(*moved)
+    return type(weights)(*moved)
 
 
-def output_curvature(
-    sequences: Float[Array, "cell"], scored: float, vocab: int, prior: Prior, kind: Attention
-) -> Float[Array, "cell"]:
+def output_curvature(sequences: Float[Array, "cell"], problem: Problem) -> Float[Array, "cell"]:
     """A bound on the curvature of E in W: 1/g_O + P rho^2 scored / (V kappa), of the uniform token mode.
 
     rho, the row sum of A, is one for softmax. For linear attention it is small: pooling balances |G|^2 / g_W against
-    |W|^2 / g_O, which gives rho^2 = tau_p sqrt(V g_W / g_O) / L; twice that is taken.
+    |W|^2 / g_O, which gives rho^2 = tau sqrt(V g_W / g_O) / L with tau = tau_p + tau_x L / V (the uniform direction of the
+    logits is the cheaper, the more tokens add to it); twice that is taken.
     """
     square = 1.0
-    if kind == "linear":
-        balance = prior.position_scale * (vocab * prior.logit_variance / prior.output_variance) ** 0.5
-        square = min(1.0, 2 * balance / prior.length)
-    return 1 / prior.output_variance + sequences * square * scored / (vocab * prior.kappa)
+    if problem.attention == "linear":
+        cheaper = problem.position_scale + problem.token_scale * problem.length / problem.vocab
+        balance = cheaper * (problem.vocab * problem.logit_variance / problem.output_variance) ** 0.5
+        square = min(1.0, 2 * balance / problem.length)
+    return 1 / problem.output_variance + sequences * square * problem.scored / (problem.vocab * problem.kappa)
 
 
-@partial(jax.jit, static_argnames=("rows", "prior", "kind", "settings"), compiler_options=COMPILATION)
+@partial(jax.jit, static_argnames=("path", "settings"), compiler_options=COMPILATION)
 def chains(
-    start: Transposed,
-    data: Packed,
+    start: Any,
+    data: Any,
     chi: Float[Array, "cell"],
     key: UInt32[Array, "cell 2"],
-    rows: Rows,
-    prior: Prior,
+    path: Path,
     yardstick: Yardstick,
-    kind: Attention,
     settings: LangevinSettings,
-) -> Observables:
+) -> Sampled:
     """Warm-up and draws of one chunk of chains."""
-    curvature = output_curvature(data.sequences, sum(rows.scored), start.output.shape[-1], prior, kind)
-    stiffest = max(1.0, 1 / (prior.position_scale**2 * prior.logit_variance))
-    steps = (jnp.float32(settings.step_logits / stiffest), (settings.output_courant / curvature)[:, None, None])
+    steps = step_sizes(path, path.sequences(data), settings)
 
     def step(state: tuple, _: None) -> tuple[tuple, None]:
         weights, number = state
-        slope = gradient(weights, data, rows, prior, kind)
+        slope = path.slope(weights, data, number)
         return (langevin_step(weights, slope, steps, chi, key, number), number + 1), None
 
-    def draw(state: tuple, _: None) -> tuple[tuple, Observables]:
-        state, _ = jax.lax.scan(step, state, length=settings.thin, unroll=2)
-        weights = Positional(state[0].logits.mT, state[0].output)
-        return state, jax.vmap(lambda one: measure(one, yardstick, kind))(weights)
+    def draw(state: tuple, _: None) -> tuple[tuple, Any]:
+        state, _ = jax.lax.scan(step, state, length=settings.thin, unroll=path.unroll)
+        seen = jax.vmap(lambda one: measure(one, yardstick, path.problem))(path.restore(state[0]))
+        return state, (seen, jnp.where(bounded(state[0]), NEVER, state[1].astype(jnp.int32)))
 
-    state, _ = jax.lax.scan(step, (start, jnp.uint32(0)), length=settings.warmup, unroll=2)
-    _, trace = jax.lax.scan(draw, state, length=settings.draws)
-    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), trace)
+    state, _ = jax.lax.scan(step, (start, jnp.uint32(0)), length=settings.warmup, unroll=path.unroll)
+    _, (trace, lost) = jax.lax.scan(draw, state, length=settings.draws)
+    first = lost[jnp.argmax(lost != NEVER, axis=0), jnp.arange(lost.shape[1])]
+    return Sampled(jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), trace), first)
+
+
+def step_sizes(path: Path, sequences: Float[Array, "cell"], settings: LangevinSettings) -> Any:
+    """eps of each weight: that of the logits times min(1, g), and for the output map from its curvature."""
+    curvature = output_curvature(sequences, path.problem)
+    logits = [0.0 if g is None else jnp.float32(settings.step_logits * min(1.0, g)) for g in path.variances]
+    return type(path.variances)(*logits)._replace(output=(settings.output_courant / curvature)[:, None, None])

@@ -7,14 +7,20 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int
 
+from copyhead.experiment.direct import in_chunks_of, sequences_at_a_time
+from copyhead.model import layout, moments, targets, tokens
 from copyhead.model.attention import attention
 from copyhead.model.energy import loss_per_token
 from copyhead.model.layout import Layout
 from copyhead.model.moments import Moments
-from copyhead.model.network import Positional
-from copyhead.problem import Attention
+from copyhead.model.network import Circuits, Network, Positional, Weights, circuits, logits
+from copyhead.problem import Attention, Problem
+
+# Sequences on which attention that reads tokens is averaged: it differs little from one to the next, the loss much more.
+ATTENTION_SEQUENCES = 256
 
 
 class Observables(NamedTuple):
@@ -33,35 +39,117 @@ class Observables(NamedTuple):
     overlap: Float[Array, "..."]
 
 
+class ContentObservables(NamedTuple):
+    """Of attention that reads tokens: logits c1 + cG T_ab + cI [x_a = x_b] + cS [a = b], and what deviates from that.
+
+    c1: mean logit between other positions with other tokens, all blocks. cG, cS: from block pp. cI: from block tt. a1, aG: of
+    attention averaged over fresh sequences. loss, fresh: both on fresh sequences, there being no closed form. pt, tp: means of
+    the token-position blocks. content: root mean square of how far the logits of these two blocks depend on the token.
+    """
+
+    c1: Float[Array, "..."]
+    cG: Float[Array, "..."]
+    cI: Float[Array, "..."]
+    cS: Float[Array, "..."]
+    a1: Float[Array, "..."]
+    aG: Float[Array, "..."]
+    loss: Float[Array, "..."]
+    fresh: Float[Array, "..."]
+    overlap: Float[Array, "..."]
+    pt: Float[Array, "..."]
+    tp: Float[Array, "..."]
+    content: Float[Array, "..."]
+
+
 class Yardstick(NamedTuple):
-    """What weights are measured against. target: T. population, fresh: moments for the two losses."""
+    """What weights are measured against. target: T. population, fresh: moments for the two losses; None where tokens are read.
+
+    sequences: the fresh sequences themselves.
+    """
 
     target: Float[Array, "L L"]
     layout: Layout
-    population: Moments
-    fresh: Moments
+    population: Moments | None
+    fresh: Moments | None
+    sequences: Int[Array, "S L"]
 
 
-def measure(weights: Positional, yardstick: Yardstick, kind: Attention) -> Observables:
+def yardstick(problem: Problem, network: Network, fresh: int) -> Yardstick:
+    """The yardstick of a network, with `fresh` sequences that no data set holds."""
+    law = tokens.uniform(problem.vocab)
+    target = targets.shift(problem.length, cyclic=problem.cyclic).astype(np.float32)
+    whole = layout.full(problem.length, problem.cyclic, jnp.float32)
+    drawn = tokens.sample(tokens.stream(0, "fresh"), fresh, problem.length, law)
+    if network.kind != "positional":
+        return Yardstick(target, whole, None, None, drawn.astype(np.int32))
+    population = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), moments.population(law))
+    return Yardstick(target, whole, population, moments.empirical(drawn, problem.vocab), drawn[:0].astype(np.int32))
+
+
+def measure(weights: Weights, yardstick: Yardstick, problem: Problem) -> Observables | ContentObservables:
     """Observables of one network."""
-    target, layout, length = yardstick.target, yardstick.layout, yardstick.target.shape[0]
-    scored = jnp.broadcast_to(layout.scored[:, None], target.shape)
+    if isinstance(weights, Positional):
+        return _positional(weights, yardstick, problem.attention)
+    return _content(circuits(weights, problem), yardstick, problem)
+
+
+def _means(matrix: Float[Array, "L L"], yardstick: Yardstick) -> tuple[Array, Array]:
+    """Mean off the target, and mean on it minus that, over the scored rows."""
+    target = yardstick.target
+    scored = jnp.broadcast_to(yardstick.layout.scored[:, None], target.shape)
     on, off = scored * target, scored * (1 - target)
+    mean_off = jnp.sum(off * matrix) / jnp.sum(off)
+    return mean_off, jnp.sum(on * matrix) / jnp.sum(on) - mean_off
 
-    def means(matrix: Float[Array, "L L"]) -> tuple[Array, Array]:
-        mean_off = jnp.sum(off * matrix) / jnp.sum(off)
-        return mean_off, jnp.sum(on * matrix) / jnp.sum(on) - mean_off
 
+def _positional(weights: Positional, yardstick: Yardstick, kind: Attention) -> Observables:
+    target, length = yardstick.target, yardstick.target.shape[0]
+    assert yardstick.population is not None
+    assert yardstick.fresh is not None
     matrix = attention(weights.logits, kind, length)
-    c1, cG = means(weights.logits)
-    off_attention, aG = means(matrix)
+    c1, cG = _means(weights.logits, yardstick)
+    off_attention, aG = _means(matrix, yardstick)
     loss, fresh = (
-        loss_per_token(matrix, weights.output, target, moments, layout) for moments in (yardstick.population, yardstick.fresh)
+        loss_per_token(matrix, weights.output, target, moments, yardstick.layout)
+        for moments in (yardstick.population, yardstick.fresh)
     )
     return Observables(c1, cG, length * off_attention, aG, loss, fresh, jnp.trace(weights.output) / weights.output.shape[-1])
 
 
-@partial(jax.jit, static_argnames="kind")
-def measure_all(weights: Positional, yardstick: Yardstick, kind: Attention) -> Observables:
-    """Observables of many networks (leading axis of the weights)."""
-    return jax.vmap(lambda one: measure(one, yardstick, kind))(weights)
+def _content(net: Circuits, yardstick: Yardstick, problem: Problem) -> ContentObservables:
+    target, length, vocab, kind = yardstick.target, problem.length, problem.vocab, problem.attention
+    scored = jnp.broadcast_to(yardstick.layout.scored[:, None], net.pp.shape)
+    own = jnp.eye(length)
+    other, on, own = (
+        jnp.sum(scored * mask * net.pp) / jnp.sum(scored * mask) for mask in ((1 - own) * (1 - target), target, own)
+    )
+    rows = yardstick.layout.scored / jnp.sum(yardstick.layout.scored)
+    same = jnp.trace(net.tt) / vocab
+    different = (jnp.sum(net.tt) - jnp.trace(net.tt)) / (vocab * (vocab - 1))
+    by_key, by_query = rows @ net.pt, net.tp.mean(axis=1)
+    matrix = attention(logits(net, yardstick.sequences[:ATTENTION_SEQUENCES]), kind, length).mean(axis=0)
+    off_attention, aG = _means(matrix, yardstick)
+    fresh = yardstick.sequences
+    error, _ = in_chunks_of(min(len(fresh), sequences_at_a_time(length, vocab)), len(fresh), net, fresh, problem)
+    loss = error / (len(fresh) * problem.scored)
+    deviations = (net.pt - net.pt.mean(axis=-1, keepdims=True), net.tp - net.tp.mean(axis=-2, keepdims=True))
+    return ContentObservables(
+        other + by_key.mean() + by_query.mean() + different,
+        on - other,
+        same - different,
+        own - other,
+        length * off_attention,
+        aG,
+        loss,
+        loss,
+        jnp.trace(net.output) / vocab,
+        by_key.mean(),
+        by_query.mean(),
+        jnp.sqrt(sum(jnp.mean(part**2) for part in deviations)),
+    )
+
+
+@partial(jax.jit, static_argnames="problem")
+def measure_all(weights: Weights, yardstick: Yardstick, problem: Problem) -> Observables | ContentObservables:
+    """Observables of many networks (leading axis of the weights), one after the other."""
+    return jax.lax.map(lambda one: measure(one, yardstick, problem), weights)

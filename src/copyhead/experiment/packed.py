@@ -13,20 +13,23 @@ Cost of a step for one cell: 4 L^3 + 2 L^2 (n (n + 1) + 2 n^2) multiplications a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import optimization_barrier
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt32
 
+from copyhead.model import layout, moments, targets
 from copyhead.model.layout import Layout
 from copyhead.model.moments import Empirical
-from copyhead.model.prior import Prior
-from copyhead.problem import Attention
+from copyhead.model.network import Network, Positional
+from copyhead.model.prior import Prior, prior
+from copyhead.problem import Attention, Problem, ProblemError
 
-# XLA's own thread pool costs more than it gives on products of this size, even with one thread.
-COMPILATION = {"xla_cpu_multi_thread_eigen": False}
 # Moments of one chunk of cells that still stay in the second and third level cache of a CPU core.
 CHUNK_BYTES = 2.5e6
 
@@ -94,6 +97,65 @@ def _token_bases(vocab: int) -> tuple[np.ndarray, np.ndarray]:
     symmetric = np.concatenate([(both[u, v] + both[v, u]) / 2, one + one.transpose(0, 2, 1)])
     general = np.concatenate([both.reshape(-1, vocab, vocab), one, one.transpose(0, 2, 1)])
     return symmetric.reshape(-1, vocab**2).astype(np.float32), general.reshape(-1, vocab**2).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class PackedPath:
+    """Gradient of E by (G, W) of the positional network through token moments. Fixed when a step loop is compiled."""
+
+    problem: Problem
+
+    def __post_init__(self) -> None:
+        if self.problem.head_dimension is not None:
+            raise ProblemError(f"head_dimension = {self.problem.head_dimension}: needs network = embedded")
+
+    @property
+    def network(self) -> Network:
+        return Network()
+
+    @property
+    def unroll(self) -> int:
+        return 2
+
+    @property
+    def cells(self) -> int:
+        return chunk_size(self.problem.length, self.problem.vocab)
+
+    @cached_property
+    def _numbers(self) -> tuple[Float[np.ndarray, "L L"], Rows, Prior]:
+        target = targets.shift(self.problem.length, cyclic=self.problem.cyclic).astype(np.float32)
+        return target, rows(target, layout.full(self.problem.length, self.problem.cyclic, jnp.float32)), prior(self.problem)
+
+    def collect(self, data: list[Int[np.ndarray, "P L"]]) -> Empirical:
+        """Moments of data sets along a leading axis."""
+        found = [moments.empirical(part, self.problem.vocab) for part in data]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *found)
+
+    def prepare(self, start: Positional, data: Empirical, key: UInt32[np.ndarray, "cell 2"]) -> tuple[Transposed, Packed]:
+        """Weights and data as the step loop holds them; `key` is that of mini-batches, which moments have no use for."""
+        return Transposed(np.swapaxes(start.logits, -1, -2), start.output), pack(data, self._numbers[0])
+
+    def restore(self, weights: Transposed) -> Positional:
+        return Positional(weights.logits.mT, weights.output)
+
+    def slope(self, weights: Transposed, data: Packed, number: UInt32[Array, ""] | None) -> Transposed:
+        """grad E by cell; the same at every step."""
+        _, sums, numbers = self._numbers
+        return gradient(weights, data, sums, numbers, self.problem.attention)
+
+    def sequences(self, data: Packed) -> Float[Array, "cell"]:
+        return data.sequences
+
+    @property
+    def variances(self) -> Transposed:
+        """g of each weight."""
+        problem = self.problem
+        return Transposed(problem.position_scale**2 * problem.logit_variance, problem.output_variance)
+
+    @property
+    def rates(self) -> Transposed:
+        """Factors on Adam's learning rate."""
+        return Transposed(1.0, 1.0)
 
 
 class Rows(NamedTuple):

@@ -63,6 +63,6 @@ def energy(
     prior: Prior,
     kind: Attention,
 ) -> Float[Array, ""]:
-    """E(G, W) = squared error / (2 kappa) + |W|^2 / (2 g_O) + 1/2 <G, K^-1 G K^-1> / g_W (posterior exp(-chi E))."""
+    """E(G, W) = squared error / (2 kappa) + |W|^2 / (2 g_O) + logit energy (posterior exp(-chi E))."""
     error = squared_error(attention(logits, kind, prior.length), output, target, moments, layout)
     return error / (2 * prior.kappa) + output_energy(output, prior) + logit_energy(logits, layout, prior)

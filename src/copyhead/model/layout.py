@@ -43,6 +43,19 @@ class Layout(NamedTuple):
             raise ValueError(f"layout of shape {matrix.shape}: column sums are known for one row class or the full matrix")
         return jnp.sum(matrix, axis=0), self.rows
 
+    def squared_singular_values(self, matrix: Float[Array, "1 2"]) -> tuple[Float[Array, "2"], Float[Array, "2"]]:
+        """Eigenvalues of B B^T and how often each occurs, for B = c1 1 1^T + cG T of the copy layout; smooth in B.
+
+        With R rows and T T^T = I, B B^T = cG^2 I + (L c1^2 + 2 c1 cG) 1 1^T: cG^2 occurs R - 1 times, and 1 is the eigenvector
+        of cG^2 + R (L c1^2 + 2 c1 cG) = [R (L c1 + cG)^2 + (L - R) cG^2] / L. In the cyclic task R = L.
+        """
+        if matrix.shape != (1, 2):
+            raise ValueError(f"layout of shape {matrix.shape}: singular values are known for the copy layout")
+        rows, length = self.rows[0], jnp.sum(self.columns)
+        excess = (matrix[0, 0] - matrix[0, 1]) ** 2
+        uniform = (rows * self.row_sums(matrix)[0] ** 2 + (length - rows) * excess) / length
+        return jnp.stack([uniform, excess]), jnp.stack([jnp.ones_like(rows), rows - 1])
+
 
 def full(length: int, cyclic: bool = True, dtype: jnp.dtype | None = None) -> Layout:
     """Every entry for itself; position 0 is not scored unless the task is cyclic."""

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 # Names of the random streams of one integer seed; a new use takes a new name, so no two uses share draws.
-STREAMS = {"train": 0, "fresh": 1, "init": 2, "langevin": 3}
+STREAMS = {"train": 0, "fresh": 1, "init": 2, "langevin": 3, "embedding": 4, "batch": 5}
 
 
 def stream(seed: int, name: str, *parts: int) -> np.random.SeedSequence:

@@ -22,7 +22,8 @@ from copyhead.study.compare import Curves, Measured
 from copyhead.study.diagram import Diagram
 from copyhead.study.scaling import Scaling
 from copyhead.study.spec import Reproduction
-from copyhead.theory.action import at, reduced_action
+from copyhead.study.width import Departure
+from copyhead.theory.action import at, reduced_action, row_entries
 from copyhead.theory.transition import Phases
 
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
@@ -33,6 +34,8 @@ SIZES = {"small": 8.0, "copy": 5.5}  # both stay visible where they agree
 NAMES = {
     "c1": r"$c_1$, mean logit",
     "cG": r"$c_G$, copy logit",
+    "cI": r"$c_I$, logit of equal tokens",
+    "cS": r"$c_S$, logit of the own position",
     "a1": r"$a_1$, uniform attention",
     "aG": r"$a_G$, copy attention",
     "loss": "loss per token",
@@ -94,15 +97,22 @@ def _draw_minima(axes: Axes, found: Phases, quantity: str, low: float, high: flo
 
 
 def theory_curves(found: Phases, problem: Problem) -> Figure:
-    """The four order parameters and the loss against P."""
-    figure, axes = _figure(1, 5, 14, 2.8)
+    """All order parameters and the loss against P."""
+    shown = _quantities(found)
+    figure, axes = _figure(1, len(shown), 2.8 * len(shown), 2.8)
     low, high = _range(found)
-    for panel, quantity in zip(axes.flat, NAMES, strict=True):
+    for panel, quantity in zip(axes.flat, shown, strict=True):
         _draw_minima(panel, found, quantity, low, high)
     figure.suptitle(
         f"{problem.attention} attention, L = {problem.length}, V = {problem.vocab}, $\\sigma^2$ = {problem.noise:g}"
     )
     return figure
+
+
+def _quantities(found: Phases) -> list[str]:
+    """The order parameters that the theory has, in the order of NAMES."""
+    fields = found.observe(found.segments[0].points[0])._fields
+    return [name for name in NAMES if name in fields]
 
 
 def _range(found: Phases) -> tuple[float, float]:
@@ -114,9 +124,11 @@ def _range(found: Phases) -> tuple[float, float]:
 
 def order_parameters(results: Measured, spec: Reproduction) -> Figure:
     """Order parameters and loss: theory as lines, Adam (both starts) and SGLD (two chi) as dots with errors."""
-    figure, axes = _figure(2, 3, 12, 6.6)
+    shown = _quantities(results.theory)
+    columns = -(-(len(shown) + 1) // 2)
+    figure, axes = _figure(2, columns, 4 * columns, 6.6)
     low, high = results.adam.sequences[0] * 0.95, results.adam.sequences[-1] * 1.05
-    for panel, quantity in zip(axes.flat, NAMES, strict=False):
+    for panel, quantity in zip(axes.flat, shown, strict=False):
         _draw_minima(panel, results.theory, quantity, low, high)
         for start, colour in START_COLOURS.items():
             _dots(
@@ -173,13 +185,19 @@ def _dots(
 
 
 def landscapes(softmax: Phases, linear: Phases) -> Figure:
-    """The action below, at and above the transition: in cG for softmax, in (c1, cG) for linear attention."""
+    """The action below, at and above the transition: in cG for softmax, in (c1, cG) for linear attention.
+
+    If attention reads tokens, cI and cS are those of the global minimum.
+    """
     figure, axes = _figure(1, 4, 14, 3.4)
     first = next((t for t in softmax.transitions), None)
     center = first.P if first else math.exp((softmax.lower + softmax.upper) / 2)
     line = np.linspace(-0.3, 3.0, 300)
     for ratio, colour in ((0.9, BLUE), (1.0, BLACK), (1.15, RED)):
-        values = np.array([_action(softmax, (-c / float(softmax.system.task.prior.length), c), ratio * center) for c in line])
+        rest = _others(softmax, ratio * center)
+        entries = row_entries(softmax.system.task)
+        mean = [-(entries[1:] @ np.array([c, *rest])) / entries[0] for c in line]  # c1, of which only the prior depends
+        values = np.array([_action(softmax, (a, c, *rest), ratio * center) for a, c in zip(mean, line, strict=True)])
         axes[0, 0].plot(line, values - values.min(), color=colour, label=f"P = {ratio * center:.0f}")
     axes[0, 0].set(xlabel=r"$c_G$", ylabel="action $S$ above its minimum", title="softmax", ylim=(-0.3, 8))
     axes[0, 0].legend()
@@ -188,7 +206,8 @@ def landscapes(softmax: Phases, linear: Phases) -> Figure:
         minima = [m.order_parameters for m in linear.minima(sequences)]
         reach = [max(1.8 * max(abs(float(getattr(m, n))) for m in minima), least) for n, least in (("c1", 0.1), ("cG", 0.5))]
         x, y = np.linspace(-reach[0], reach[0], 61), np.linspace(-reach[1], reach[1], 61)
-        values = np.array([[_action(linear, (a, b), sequences) for a in x] for b in y])
+        rest = _others(linear, sequences)
+        values = np.array([[_action(linear, (a, b, *rest), sequences) for a in x] for b in y])
         levels = np.linspace(0, np.quantile(values - values.min(), 0.6), 16)
         panel.contourf(x, y, values - values.min(), levels=levels, cmap="viridis", extend="max")
         for m in minima:
@@ -197,11 +216,16 @@ def landscapes(softmax: Phases, linear: Phases) -> Figure:
     return figure
 
 
-def _action(found: Phases, coordinates: tuple[float, float], sequences: float) -> float:
+def _action(found: Phases, coordinates: tuple[float, ...], sequences: float) -> float:
     import jax
 
     with jax.enable_x64(True):
         return float(_jitted_action()(np.array(coordinates), found.system.task, sequences, found.system.kind))
+
+
+def _others(found: Phases, sequences: float) -> tuple[float, ...]:
+    """The order parameters beside c1 and cG, in the global minimum."""
+    return tuple(found.system.coordinates(found.points(math.log(sequences))[0][1].z)[2:])
 
 
 @functools.cache
@@ -209,6 +233,28 @@ def _jitted_action() -> Callable[..., Any]:
     import jax
 
     return jax.jit(lambda c, task, sequences, kind: reduced_action(c, at(task, sequences), kind), static_argnums=3)
+
+
+def departures(found: dict[str, Departure]) -> Figure:
+    """Distance of Adam from the kernel limit against 1 / d_model: order parameters of the same data sets, and the theory."""
+    figure, axes = _figure(1, 2 * len(found), 5 * 2 * len(found), 3.8)
+    for index, (attention, rows) in enumerate(found.items()):
+        for side, panel in enumerate(axes[0, 2 * index : 2 * index + 2]):
+            place = rows.sequences[side]
+            for (variance, values), colour in zip(rows.measured.items(), (RED, BLUE, GREEN, ORANGE), strict=False):
+                inverse = 1 / np.array(rows.widths, float)
+                mean, error = values[:, side, 0], values[:, side, 1]
+                label = f"Adam, $g_E$ = {variance:g}"
+                panel.errorbar(inverse, mean, error, fmt="o", color=colour, mfc="none", label=label)
+                order = np.argsort(inverse)
+                panel.plot(inverse[order], rows.theory[variance][order, side], color=colour, lw=1.2)
+            panel.axhline(0, color=GREY, lw=0.7, ls=":")
+            panel.set(
+                xscale="log", xlabel=r"$1/d_\mathrm{model}$", title=f"{attention}, P = {place}",
+                ylabel=r"$c_G$ minus that of $d_\mathrm{model} \to \infty$",
+            )  # fmt: skip
+            panel.legend(fontsize=8)
+    return figure
 
 
 def hysteresis(results: Measured) -> Figure:

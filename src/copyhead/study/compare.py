@@ -10,17 +10,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import xarray as xr
 
-from copyhead.experiment.adam import GRADIENT_TOLERANCE
+from copyhead.experiment.adam import GRADIENT_TOLERANCE, NEVER
 from copyhead.experiment.diagnostics import NOTHING, RHAT_GATE, Estimate, between_starts, over_chains, over_seeds
 from copyhead.experiment.locate import onset, resolution, steepest
+from copyhead.problem import Problem
 from copyhead.study.spec import Part, Reproduction
 from copyhead.study.store import Store
+from copyhead.theory.content import ContentOrderParameters
+from copyhead.theory.finite_width import finite_width
 from copyhead.theory.leading_order import leading_order
+from copyhead.theory.order_parameters import AnyOrderParameters
 from copyhead.theory.transition import Minimum, Phases, phases
 
-QUANTITIES = ("c1", "cG", "a1", "aG", "loss")
 # A grid point agrees if every quantity is within this many errors.
 AGREEMENT = 3.0
+# What changes sign with (G, W) -> (-G, -W) in linear attention.
+ODD = ("c1", "cG", "cI", "cS", "a1", "aG", "pt", "tp")
 # How far from the minimum a converged training run may stop, see experiment.adam.GRADIENT_TOLERANCE; the least error of Adam.
 OPTIMISER_ERROR = 1e-4
 
@@ -104,7 +109,7 @@ def _signed(data: xr.Dataset, attention: str) -> xr.Dataset:
         sign = xr.where(mean < 0, -1.0, 1.0)
     else:
         sign = xr.where(data.c1 < 0, -1.0, 1.0)
-    return data.assign({name: data[name] * sign for name in ("c1", "cG", "a1", "aG")})
+    return data.assign({name: data[name] * sign for name in ODD if name in data})
 
 
 def extrapolated(low: Estimate, high: Estimate, factor: float) -> Estimate:
@@ -122,21 +127,29 @@ def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[s
     population: theory with population moments (equivalent kernel). exact: theory on the very data sets. z columns: difference
     over error, where the error is the scatter from data set to data set combined with the sampling error. z_paired: mean
     over data sets of the difference to the exact theory on the same data set, over the standard error of that difference.
+    width_shift: what both columns of theory contain for the finite d_model of the network, see `width_shift`.
     """
     rows: list[dict[str, Any]] = []
     for attention, results in measured.items():
         window = next((t.window for t in results.theory.transitions if t.window), None)
         first, last = spec.chi_factors[0], spec.chi_factors[-1]
+        problem = spec.problem.replace(attention=attention)
         for sequences in results.adam.sequences:
             inside = window is not None and window[0] <= sequences <= window[1]
             for start in map(str, results.adam.data.start.values):
-                state = branch_state(results.theory, sequences, start).order_parameters._asdict()
+                limit = branch_state(results.theory, sequences, start).order_parameters
+                shift = width_shift(spec, problem, sequences, limit)
+                state = {name: float(value) + shift[name] for name, value in limit._asdict().items()}
                 sampled = sequences in results.sgld[first].sequences
                 converged = float((results.adam.data.gradient.sel(P=sequences, start=start) < GRADIENT_TOLERANCE).mean())
-                for quantity in QUANTITIES:
+                for quantity in state:
                     exact = results.exact.estimate(quantity, sequences, start)
-                    own = results.exact.values(quantity, sequences, start)
+                    exact = exact._replace(mean=exact.mean + shift[quantity])
+                    own = results.exact.values(quantity, sequences, start) + shift[quantity]
                     adam = results.adam.estimate(quantity, sequences, start)
+                    # a loss measured on sequences has their sampling error, which is the same for all runs and methods
+                    measured_loss = quantity == "loss" and "loss_error" in results.exact.data
+                    measuring = results.exact.estimate("loss_error", sequences, start).mean if measured_loss else 0.0
                     row = {
                         "attention": attention,
                         "P": sequences,
@@ -144,12 +157,13 @@ def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[s
                         "in_window": inside,
                         "quantity": quantity,
                         "population": float(state[quantity]),
+                        "width_shift": shift[quantity],
                         "exact": exact.mean,
                         "adam": adam.mean,
                         "adam_scatter": adam.scatter,
                         "adam_error": adam.error,
                         "adam_converged": converged,
-                        "adam_z": _z(adam.mean - float(state[quantity]), adam.scatter),
+                        "adam_z": _z(adam.mean - float(state[quantity]), float(np.hypot(adam.scatter, measuring))),
                         "adam_z_paired": _paired(results.adam.values(quantity, sequences, start), own, OPTIMISER_ERROR),
                     }
                     if quantity == "loss":
@@ -169,13 +183,41 @@ def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[s
                             "sgld_rhat": limit.rhat,
                             "sgld_mixed": limit.mixed,
                             "sgld_rhat_between_starts": _between(results.sgld[first].data, quantity, sequences),
-                            "sgld_z": _z(limit.mean - float(state[quantity]), np.hypot(exact.scatter, limit.error)),
+                            "sgld_z": _z(
+                                limit.mean - float(state[quantity]),
+                                float(np.hypot(np.hypot(exact.scatter, measuring), limit.error)),
+                            ),
                             "sgld_z_paired": _paired(
                                 _limit_by_seed(results, quantity, sequences, start, last / first), own, sampling
                             ),
                         }
                     rows.append(row)
     return rows
+
+
+def width_shift(spec: Reproduction, problem: Problem, sequences: float, limit: AnyOrderParameters) -> dict[str, float]:
+    """Finite width minus kernel limit by the theory of adapting embeddings, where it applies; else nothing."""
+    network = spec.network
+    applies = network.kind == "embedded" and network.embedding == "orthogonal" and network.positions == "learned"
+    if not applies or problem.head_dimension is not None or not isinstance(limit, ContentOrderParameters):
+        return dict.fromkeys(limit._fields, 0.0)
+    moved = finite_width(problem.replace(sequences=sequences), network.width, network.embedding_variance, limit)
+    return {name: float(new) - float(old) for name, new, old in zip(limit._fields, moved.order_parameters, limit, strict=True)}
+
+
+def lost_runs(work: list[Part], store: Store) -> list[str]:
+    """One line for each run that diverged: which, by which step, and at which step size."""
+    found = []
+    for part in work:
+        data = store.read(part.name)
+        if "diverged" not in data:
+            continue
+        flat = data.diverged.stack(cell=data.diverged.dims)
+        for cell in flat[flat != NEVER]:
+            where = ", ".join(f"{name} = {cell[name].item()}" for name in data.diverged.dims)
+            size = data.attrs["step_size"]
+            found.append(f"{part.name} ({where}): diverged by step {cell.item()} at {size}; left out, a smaller step may help")
+    return found
 
 
 def _paired(values: np.ndarray, exact: np.ndarray, least: float) -> float:
@@ -261,6 +303,7 @@ def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[
         scales = leading_order(spec.problem)
         softmax = attention == "softmax"
         copying = scales.copying_softmax if softmax else scales.copying_linear
+        jumping = next((t for t in results.theory.transitions if t.window), None)
         for t in results.theory.transitions:
             if t.kind == "first-order" and t.window:
                 rows.append(_row(attention, "P* (equal action)", copying, t.P, {}))
@@ -268,7 +311,8 @@ def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[
                     ("small", t.window[1], "upper fold", scales.upper_fold if softmax else None),
                     ("copy", t.window[0], "lower fold", None),
                 )
-                for start, fold, name, scale in ends:
+                # jumps are searched for around the first window
+                for start, fold, name, scale in ends if t is jumping else ():
                     jump = results.jump[start]
                     adam = over_seeds(((jump.low + jump.high) / 2).values)
                     sgld = {

@@ -13,8 +13,9 @@ from copyhead.theory.action import copy_task
 from copyhead.theory.leading_order import leading_order
 from copyhead.theory.transition import Phases, phases
 
-NUMERIC = tuple(name for name, field in Problem.model_fields.items() if field.annotation in (int, float) or name == "sequences")
-INTEGER = tuple(name for name, field in Problem.model_fields.items() if field.annotation is int)
+NUMBERS = {int, float, int | None, float | None}
+NUMERIC = tuple(name for name, field in Problem.model_fields.items() if field.annotation in NUMBERS)
+INTEGER = tuple(name for name in NUMERIC if Problem.model_fields[name].annotation in (int, int | None))
 
 
 class Axis(NamedTuple):

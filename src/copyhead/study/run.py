@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from copyhead.model.network import Start
 from copyhead.problem import Problem
 from copyhead.study.spec import Part, Reproduction, moment_bytes
 from copyhead.study.store import Store, StoreError, write_dataset
 
-FRESH_SEQUENCES = 4096
+# Fresh sequences that losses are measured on: through moments any number costs the same, through the sequences it does not.
+FRESH_SEQUENCES, FRESH_CONTENT = 4096, 2048
 # Langevin step of the logits: an eighth of what the stiffest logit mode of a copy head allows, some 1.5 / g_W in linear
 # attention and 6 / g_W in softmax at the preset.
 LOGIT_STEPS = {"softmax": 0.03, "linear": 0.1}
@@ -27,22 +29,7 @@ LOGIT_STEPS = {"softmax": 0.03, "linear": 0.1}
 GROUP_BYTES = 1.5e9
 
 # (P, data seed, start, chi)
-Run = tuple[int, int, str, float]
-
-
-def _yardstick(problem: Problem) -> Any:
-    import jax
-    import jax.numpy as jnp
-
-    from copyhead.experiment.cells import objective
-    from copyhead.experiment.observables import Yardstick
-    from copyhead.model import moments, tokens
-
-    shared = objective(problem)
-    law = tokens.uniform(problem.vocab)
-    fresh = tokens.sample(tokens.stream(0, "fresh"), FRESH_SEQUENCES, problem.length, law)
-    population = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), moments.population(law))
-    return Yardstick(shared.target, shared.layout, population, moments.empirical(fresh, problem.vocab))
+Run = tuple[int, int, Start, float]
 
 
 def _grid(observed: Any, dims: tuple[str, ...], shape: tuple[int, ...], coords: dict[str, Any]) -> xr.Dataset:
@@ -50,22 +37,25 @@ def _grid(observed: Any, dims: tuple[str, ...], shape: tuple[int, ...], coords: 
     return xr.Dataset(values, coords=coords)
 
 
-def _train(problem: Problem, runs: list[Run], steps: int, rate: float) -> tuple[Any, np.ndarray]:
+def _train(problem: Problem, spec: Reproduction, runs: list[Run], steps: int) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Observables, largest gradient entry, and step of divergence of each run."""
     from copyhead.experiment.adam import AdamSettings, train
-    from copyhead.experiment.cells import assemble, objective
-    from copyhead.experiment.observables import measure_all
+    from copyhead.experiment.cells import assemble
+    from copyhead.experiment.observables import measure_all, yardstick
+    from copyhead.experiment.path import path
 
-    yardstick, settings = _yardstick(problem), AdamSettings(steps, rate)
-    observed, gradients = [], []
+    settings, way = AdamSettings(steps, spec.adam_rate), path(problem, spec.network, spec.batch)
+    against = yardstick(problem, spec.network, FRESH_CONTENT if problem.content else FRESH_SEQUENCES)
+    found = []
     for group in _groups(problem, runs):
-        trained = train(assemble(problem, group), objective(problem), settings)
-        observed.append(measure_all(trained.weights, yardstick, problem.attention))
-        gradients.append(trained.gradient)
-    return _joined(observed), np.concatenate(gradients)
+        trained = train(assemble(way, group), way, settings)
+        found.append((measure_all(trained.weights, against, problem), trained.gradient, trained.diverged))
+    observed, gradients, diverged = zip(*found, strict=True)
+    return _joined(list(observed)), np.concatenate(gradients), np.concatenate(diverged)
 
 
 def _groups(problem: Problem, runs: list[Run]) -> Iterator[list[Run]]:
-    """Runs whose moments, as they are and packed, fit GROUP_BYTES together."""
+    """Runs whose data, as they are and arranged for the step loop, fit GROUP_BYTES together."""
     size = max(1, int(GROUP_BYTES / (3 * moment_bytes(problem))))
     for first in range(0, len(runs), size):
         yield runs[first : first + size]
@@ -80,90 +70,144 @@ def adam_cells(problem: Problem, spec: Reproduction, sequences: list[int], seeds
     from copyhead.experiment.cells import STARTS
 
     runs = [(count, seed, start, problem.chi) for count in sequences for seed in seeds for start in STARTS]
-    observed, gradient = _train(problem, runs, spec.adam_steps, spec.adam_rate)
-    shape = (len(sequences), len(seeds), len(STARTS))
+    observed, gradient, diverged = _train(problem, spec, runs, spec.adam_steps)
+    dims, shape = ("P", "seed", "start"), (len(sequences), len(seeds), len(STARTS))
     coords = {"P": sequences, "seed": seeds, "start": list(STARTS)}
-    return _grid(observed, ("P", "seed", "start"), shape, coords).assign(
-        gradient=(("P", "seed", "start"), gradient.reshape(shape))
+    return _grid(observed, dims, shape, coords).assign(
+        gradient=(dims, gradient.reshape(shape)), diverged=(dims, diverged.reshape(shape))
     )
 
 
 def plane_cells(problem: Problem, spec: Reproduction, sequences: list[int], seeds: list[int]) -> xr.Dataset:
     """Adam from the small start, for one column of a loss map."""
-    runs = [(count, seed, "small", problem.chi) for count in sequences for seed in seeds]
-    observed, gradient = _train(problem, runs, spec.plane_steps, spec.adam_rate)
-    shape = (len(sequences), len(seeds))
-    coords = {"P": sequences, "seed": seeds}
-    return _grid(observed, ("P", "seed"), shape, coords).assign(gradient=(("P", "seed"), gradient.reshape(shape)))
+    return _one_start(problem, spec, sequences, seeds, "small", spec.plane_steps)
+
+
+def _one_start(
+    problem: Problem, spec: Reproduction, sequences: list[int], seeds: list[int], start: Start, steps: int
+) -> xr.Dataset:
+    """Adam from one start on every (P, data seed)."""
+    runs = [(count, seed, start, problem.chi) for count in sequences for seed in seeds]
+    observed, gradient, diverged = _train(problem, spec, runs, steps)
+    dims, shape = ("P", "seed"), (len(sequences), len(seeds))
+    return _grid(observed, dims, shape, {"P": sequences, "seed": seeds}).assign(
+        gradient=(dims, gradient.reshape(shape)), diverged=(dims, diverged.reshape(shape))
+    )
 
 
 def langevin_cells(problem: Problem, spec: Reproduction, sequences: list[int], seeds: list[int], chi: float) -> xr.Dataset:
     """SGLD from both starts on every (P, data seed), at one chi."""
-    from copyhead.experiment.cells import STARTS, assemble, objective
+    from copyhead.experiment.cells import STARTS, assemble
     from copyhead.experiment.langevin import LangevinSettings, sample
+    from copyhead.experiment.observables import yardstick
+    from copyhead.experiment.path import path
 
     runs = [(count, seed, start, chi) for count in sequences for seed in seeds for start in STARTS]
     settings = LangevinSettings(LOGIT_STEPS[problem.attention], warmup=spec.warmup, draws=spec.draws, thin=spec.thin)
-    yardstick, shared = _yardstick(problem), objective(problem)
-    trace = _joined([sample(assemble(problem, group), shared, yardstick, settings) for group in _groups(problem, runs)])
+    heads = problem.head_dimension  # its ratio to chi is what the theory depends on
+    sampled = problem.replace(chi=chi, head_dimension=None if heads is None else max(1, round(heads * chi / problem.chi)))
+    way = path(sampled, spec.network, spec.batch)
+    against = yardstick(problem, spec.network, FRESH_CONTENT if problem.content else FRESH_SEQUENCES)
+    found = [sample(assemble(way, group), way, against, settings) for group in _groups(problem, runs)]
     shape = (len(sequences), len(seeds), len(STARTS), spec.draws)
     coords = {"P": sequences, "seed": seeds, "start": list(STARTS), "draw": np.arange(spec.draws), "chi": chi}
-    return _grid(trace, ("P", "seed", "start", "draw"), shape, coords)
+    dims = ("P", "seed", "start", "draw")
+    trace, diverged = _joined([part.observables for part in found]), np.concatenate([part.diverged for part in found])
+    return _grid(trace, dims, shape, coords).assign(diverged=(dims[:-1], diverged.reshape(shape[:-1])))
 
 
 def exact_cells(problem: Problem, spec: Reproduction, sequences: list[int], seeds: list[int]) -> xr.Dataset:
-    """Theory without the equivalent-kernel approximation: the minimum of S(G) over all L^2 logits on each data set.
+    """Theory without the equivalent-kernel approximation, for both starts; no setting of training enters."""
+    from copyhead.experiment.cells import STARTS
+
+    return exact_minima(problem, sequences, seeds, STARTS)
+
+
+def exact_minima(problem: Problem, sequences: list[int], seeds: list[int], starts: tuple[Start, ...]) -> xr.Dataset:
+    """The minimum of S over all logits (or blocks of logits) on each data set.
 
     Started from the population minimum of the branch that each start of a training run belongs to.
     """
-    from copyhead.experiment.cells import STARTS, data_sets
-    from copyhead.model import moments, tokens
+    from copyhead.experiment.cells import data_sets
     from copyhead.study.compare import branch_state
-    from copyhead.theory.action import full_task
-    from copyhead.theory.full_matrix import measure, minimise
-    from copyhead.theory.order_parameters import lift
     from copyhead.theory.transition import phases
 
     found = phases(problem, reach=sequences)
-    population = moments.population(tokens.uniform(problem.vocab))
-    fields = ("c1", "cG", "a1", "aG", "loss", "gradient")
-    values = np.full((len(sequences), len(seeds), len(STARTS), len(fields)), np.nan)
+    minimum = _exact_with_tokens(problem) if problem.content else _exact_positional(problem)
+    fields: tuple[str, ...] = ()
+    values = np.empty(0)
     for column, seed in enumerate(seeds):
         for row, data in enumerate(data_sets(problem, sequences, seed)):
-            task = full_task(problem, data)
-            known: dict[tuple[float, float], np.ndarray] = {}
-            for layer, start in enumerate(STARTS):
+            known: dict[tuple[float, ...], np.ndarray] = {}
+            for layer, start in enumerate(starts):
                 state = branch_state(found, sequences[row], start).order_parameters
-                key = (float(state.c1), float(state.cG))
+                key = tuple(float(value) for value in state)
                 if key not in known:
-                    # G = 0 is stationary at any P in linear attention: start beside it, or a saddle would pass for a minimum
-                    start_at = np.array(key) if np.hypot(*key) > 1e-3 else np.array([0.01, 0.01])
-                    minimum = minimise(task, np.asarray(lift(start_at, task.target)), problem.attention)
-                    observed = measure(minimum.logits, task, population, problem.attention)
-                    known[key] = np.array([*observed, minimum.gradient]) if minimum.converged else np.full(len(fields), np.nan)
+                    observed, gradient, converged = minimum(data, state)
+                    fields = (*observed, "gradient")
+                    known[key] = np.array([*observed.values(), gradient]) if converged else np.full(len(fields), np.nan)
+                if not values.size:
+                    values = np.full((len(sequences), len(seeds), len(starts), len(fields)), np.nan)
                 values[row, column, layer] = known[key]
     dims = ("P", "seed", "start")
-    coords = {"P": sequences, "seed": seeds, "start": list(STARTS)}
+    coords = {"P": sequences, "seed": seeds, "start": list(starts)}
     return xr.Dataset({name: (dims, values[..., index]) for index, name in enumerate(fields)}, coords=coords)
 
 
-def jump_cells(
-    problem: Problem, spec: Reproduction, seeds: list[int], start: str, bracket: tuple[int, int], sections: int = 12
-) -> xr.Dataset:
+# G = 0 is stationary at any P in linear attention: a search starts beside it, or a saddle would pass for a minimum.
+BESIDE_ZERO = 0.01
+
+
+def _exact_positional(problem: Problem) -> Callable[..., tuple[dict[str, float], float, bool]]:
+    from copyhead.model import moments, tokens
+    from copyhead.theory.action import full_task
+    from copyhead.theory.full_matrix import measure, minimise
+    from copyhead.theory.order_parameters import lift
+
+    population = moments.population(tokens.uniform(problem.vocab))
+
+    def minimum(data: np.ndarray, state: Any) -> tuple[dict[str, float], float, bool]:
+        task = full_task(problem, moments.empirical(data, problem.vocab))
+        place = np.array([state.c1, state.cG], float)
+        place = place if np.hypot(*place) > 1e-3 else np.full(2, BESIDE_ZERO)
+        found = minimise(task, np.asarray(lift(place, task.target)), problem.attention)
+        observed = measure(found.logits, task, population, problem.attention)
+        return observed._asdict(), found.gradient, found.converged
+
+    return minimum
+
+
+def _exact_with_tokens(problem: Problem) -> Callable[..., tuple[dict[str, float], float, bool]]:
+    from copyhead.model import tokens
+    from copyhead.theory.full_network import measure_network, minimise_network, symmetric
+
+    fresh = tokens.sample(tokens.stream(0, "fresh"), FRESH_CONTENT, problem.length, tokens.uniform(problem.vocab))
+
+    def minimum(data: np.ndarray, state: Any) -> tuple[dict[str, float], float, bool]:
+        if np.hypot(float(state.c1), float(state.cG)) < 1e-3:
+            state = state._replace(c1=BESIDE_ZERO, cG=BESIDE_ZERO)
+        found = minimise_network(problem, data, symmetric(state, problem))
+        observed, error = measure_network(found.blocks, problem, fresh)
+        return {**observed._asdict(), "loss_error": error}, found.gradient, found.converged
+
+    return minimum
+
+
+def jump_cells(problem: Problem, spec: Reproduction, seeds: list[int], start: Start, bracket: tuple[int, int]) -> xr.Dataset:
     """The P at which a training run from `start` changes branch, for each data seed, by repeated section on nested data.
 
-    Each round trains at `sections` values of P inside every bracket. A run counts as copying if its aG is above the mean of
+    Each round trains at spec.sections values of P inside every bracket. A run counts as copying if its aG is above the mean of
     those at the two ends of the first bracket.
     """
     low, high = np.full(len(seeds), bracket[0]), np.full(len(seeds), bracket[1])
-    ends, _ = _train(problem, [(p, s, start, problem.chi) for s in seeds for p in bracket], spec.adam_steps, spec.adam_rate)
+    ends, *_ = _train(problem, spec, [(p, s, start, problem.chi) for s in seeds for p in bracket], spec.adam_steps)
     levels = np.asarray(ends.aG).reshape(len(seeds), 2)
     threshold = levels.mean(axis=1)
     apart = levels[:, 0] < 0.5 * levels[:, 1]  # otherwise the bracket does not hold the jump, or training was too short
     while np.any(high - low > 1):
-        tried = np.round(np.linspace(low, high, sections + 2)[1:-1].T).astype(int)
+        tried = np.round(np.linspace(low, high, spec.sections + 2)[1:-1].T).astype(int)
         runs = [(int(p), seed, start, problem.chi) for seed, row in zip(seeds, tried, strict=True) for p in row]
-        observed, _ = _train(problem, runs, spec.adam_steps, spec.adam_rate)
+        observed, *_ = _train(problem, spec, runs, spec.adam_steps)
         copies = np.asarray(observed.aG).reshape(tried.shape) > threshold[:, None]
         # the place is where the last run that does not copy is followed by one that does
         for index, (row, copied) in enumerate(zip(tried, copies, strict=True)):
@@ -175,12 +219,25 @@ def jump_cells(
     return xr.Dataset(places, coords={"seed": seeds}, attrs={"start": start})
 
 
+def width_cells(problem: Problem, spec: Reproduction, sequences: list[int], seeds: list[int], width: int) -> xr.Dataset:
+    """Adam from the copying start at one d_model, for every g_E: how far a network of finite width is from its limit.
+
+    From the small start linear attention may end in its metastable branch of negative c1.
+    """
+    parts = []
+    for variance in spec.width_variances:
+        varied = spec.replace(network=spec.network.replace(width=width, embedding_variance=variance))
+        parts.append(_one_start(problem, varied, sequences, seeds, "copy", spec.adam_steps))
+    return xr.concat(parts, dim=xr.Variable("embedding_variance", list(spec.width_variances))).assign_coords(width=width)
+
+
 METHODS: dict[str, Callable[..., xr.Dataset]] = {
     "adam": adam_cells,
     "langevin": langevin_cells,
     "exact": exact_cells,
     "jump": jump_cells,
     "plane": plane_cells,
+    "width": width_cells,
 }
 
 
@@ -189,7 +246,9 @@ def execute(part: Part, spec: Reproduction, path: Path) -> float:
     began = time.perf_counter()
     dataset = METHODS[part.method](part.problem, spec, **part.arguments)
     seconds = time.perf_counter() - began
-    dataset.attrs |= {"part": part.name, "problem": part.problem.to_json(), "seconds": seconds}
+    langevin = LOGIT_STEPS[part.problem.attention]
+    size = f"step_logits = {langevin:g}" if part.method == "langevin" else f"learning rate {spec.adam_rate:g}"
+    dataset.attrs |= {"part": part.name, "step_size": size, "problem": part.problem.to_json(), "seconds": seconds}
     write_dataset(path, dataset)
     return seconds
 

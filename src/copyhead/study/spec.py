@@ -11,17 +11,20 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field, field_validator
 
+from copyhead.model.network import Network
 from copyhead.problem import Attention, Problem, ProblemError
 from copyhead.record import Record
 from copyhead.theory.transition import Phases, phases
 
-Method = Literal["adam", "langevin", "exact", "jump", "plane"]
+Method = Literal["adam", "langevin", "exact", "jump", "plane", "width"]
 
 
 class Reproduction(Record):
     """Everything that determines the results of `copyhead reproduce`."""
 
     problem: Problem = Field(default_factory=lambda: Problem.preset("paper"), description="sizes and prior of the network")
+    network: Network = Field(default_factory=Network, description="the network that is trained and sampled")
+    batch: int | None = Field(default=None, ge=1, description="sequences in one step's gradient; None: all of them")
     attentions: tuple[Attention, ...] = Field(default=("softmax", "linear"), min_length=1, description="kinds of attention")
     grid: tuple[int, ...] | None = Field(
         default=None,
@@ -36,6 +39,9 @@ class Reproduction(Record):
     thin: int = Field(default=50, ge=1, description="SGLD steps from one draw to the next")
     points: int = Field(default=18, ge=4, le=200, description="number of P on each grid")
     sampled: int = Field(default=2, ge=1, description="every how many-th P is sampled by SGLD")
+    sections: int = Field(default=12, ge=1, le=100, description="values of P tried at a time in the search for a jump")
+    widths: tuple[int, ...] = Field(default=(64, 128, 256, 512, 1024), description="d_model of the departure from theory")
+    width_variances: tuple[float, ...] = Field(default=(1.0, 0.01), description="g_E of the departure from theory")
     plane_sizes: int = Field(default=6, ge=2, le=50, description="number of L, and of V, in the loss maps")
     plane_points: int = Field(default=12, ge=3, le=200, description="number of P in the loss maps")
     plane_steps: int = Field(default=2500, ge=100, description="updates of one training run in the loss maps")
@@ -99,6 +105,32 @@ QUICK: dict[str, Any] = {
 }
 
 
+# Attention that reads tokens has no moment form: a step costs a hundred times as much, so there is less of everything.
+CONTENT: dict[str, Any] = {
+    "seeds": 4,
+    "adam_steps": 2500,
+    "warmup": 1500,
+    "draws": 100,
+    "thin": 30,
+    "points": 14,
+    "sampled": 3,
+    "sections": 4,
+    "plane_sizes": 4,
+    "plane_points": 8,
+    "plane_steps": 1200,
+    "plane_seeds": 1,
+}
+
+
+def settings_for(network: Network, quick: bool) -> dict[str, Any]:
+    """Defaults that depend on the network and on whether a check or a result is wanted."""
+    content = network.kind != "positional"
+    chosen = {**(CONTENT if content else {}), **(QUICK if quick else {})}
+    if content and quick:
+        chosen |= {"seeds": 2, "points": 6, "widths": (64, 256), "plane_sizes": 2, "plane_points": 4, "draws": 40}
+    return chosen
+
+
 class Part(NamedTuple):
     """One piece of work, run by one worker and stored as one file. weight: expected cost, for the progress bar only."""
 
@@ -125,6 +157,13 @@ def p_grid(found: Phases, points: int) -> list[int]:
             f"noise: must be larger; the transitions lie at P < {spans[-1][1]:.3g}, where there are too few integers"
         )
     return grid
+
+
+def departure_places(found: Phases) -> list[int]:
+    """The P of the departure from theory against width: before the last transition, and as a copy head."""
+    last = found.transitions[-1]
+    below, above = last.window or (last.P, last.P)
+    return [round(0.8 * below), round(1.2 * above)]
 
 
 def plane_axes(spec: Reproduction, axis: Literal["length", "vocab"]) -> list[int]:
@@ -155,7 +194,7 @@ def parts(spec: Reproduction) -> list[Part]:
     """
     for axis in ("vocab", "length"):
         largest = spec.problem.replace(**{axis: plane_axes(spec, axis)[-1]})
-        if moment_bytes(largest) > MOST_BYTES:
+        if spec.network.kind == "positional" and moment_bytes(largest) > MOST_BYTES:
             raise ProblemError(
                 f"{axis} = {getattr(largest, axis)} (the largest of the loss maps): a data set needs 4 (L^2 V^2 + V^4) bytes = "
                 f"{moment_bytes(largest) / 1e9:.1f} GB, which must be below {MOST_BYTES / 1e9:g} GB"
@@ -189,6 +228,10 @@ def parts(spec: Reproduction) -> list[Part]:
                 bracket = (round(0.6 * window[0]), round(1.5 * window[1]))
                 arguments = {"seeds": list(range(spec.seeds)), "start": start, "bracket": bracket}
                 found.append(Part(f"jump-{attention}-{start}", "jump", problem, arguments, spec.seeds * 30 * spec.adam_steps))
+        if spec.network.kind == "embedded" and spec.network.embedding == "orthogonal" and problem.head_dimension is None:
+            for number, width in enumerate(spec.widths):
+                arguments = {"sequences": departure_places(theory), "seeds": list(range(spec.seeds)), "width": width}
+                found.append(Part(f"width-{attention}-{number}", "width", problem, arguments, 4e4 * width))
         for axis in ("length", "vocab"):
             arguments = {"sequences": plane_grid(spec, axis, attention), "seeds": list(range(spec.plane_seeds))}
             for size in plane_axes(spec, axis):

@@ -1,7 +1,8 @@
 """The action on the symmetric subspace: the full posterior, evaluated on lifted order parameters.
 
 `copy_task` gives the compressed task in which L, V and P are numbers, so one compilation serves every size; with a full
-layout the same functions work on empirical moments.
+layout the same functions work on empirical moments. Attention that reads the tokens has a task and an action of its own
+(`content`); what is said of c1 and cG below then holds for c1, cG, cI and cS.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ from jaxtyping import Array, Float
 from copyhead.model import layout, moments, targets
 from copyhead.model.prior import prior
 from copyhead.problem import Attention, Problem, ProblemError
+from copyhead.theory.content import ContentTask, content_action, content_task
 from copyhead.theory.order_parameters import lift
 from copyhead.theory.posterior import Task, action
 
+CopyTask = Task | ContentTask
 
-def copy_task(problem: Problem) -> Task:
+
+def copy_task(problem: Problem) -> CopyTask:
     """The copy task in its commutant, with population moments of uniform tokens at P = 1.
 
     Raises:
         ProblemError: for token_scale > 0 without cyclic symmetry, where the symmetric ansatz is not exact (the token part
-            of the kernel couples the rows, and positions are no longer equivalent).
+            of the kernel couples the rows, and positions are no longer equivalent); for content = True see `content_task`.
     """
+    if problem.content:
+        return content_task(problem)
     if problem.token_scale > 0 and not problem.cyclic:
         raise ProblemError("token_scale > 0: the order-parameter theory needs cyclic = True; use the full matrix instead")
     return Task(
@@ -34,7 +40,13 @@ def copy_task(problem: Problem) -> Task:
 
 
 def full_task(problem: Problem, data: moments.Moments) -> Task:
-    """The copy task on all L^2 logits, for any moments."""
+    """The copy task on all L^2 logits, for any moments.
+
+    Raises:
+        ProblemError: for content = True, where a sequence has logits of its own.
+    """
+    if problem.content:
+        raise ProblemError("content = True: the L^2 logits depend on the sequence; only the order-parameter theory applies")
     return Task(
         targets.shift(problem.length, cyclic=problem.cyclic),
         data,
@@ -43,11 +55,23 @@ def full_task(problem: Problem, data: moments.Moments) -> Task:
     )
 
 
-def at(task: Task, sequences: float | Float[Array, ""]) -> Task:
+def at(task: CopyTask, sequences: float | Float[Array, ""]) -> CopyTask:
     """The same task with P sequences."""
+    if isinstance(task, ContentTask):
+        return task._replace(sequences=sequences)
     return task._replace(moments=task.moments.scaled(sequences))
 
 
-def reduced_action(coordinates: Float[Array, "2"], task: Task, kind: Attention) -> Float[Array, ""]:
+def row_entries(task: CopyTask) -> Float[np.ndarray, "d"]:
+    """Expected number of entries of a row of G that hold each order parameter: c1 and cG, with content also cI and cS."""
+    length = float(task.prior.length)
+    if isinstance(task, ContentTask):
+        return np.array([length, 1.0, 1 + (length - 1) / float(task.vocab), 1.0])
+    return np.array([length, 1.0])
+
+
+def reduced_action(coordinates: Float[Array, "d"], task: CopyTask, kind: Attention) -> Float[Array, ""]:
     """S at the symmetric logits of the given order parameters (c1, cG)."""
+    if isinstance(task, ContentTask):
+        return content_action(coordinates, task, kind)
     return action(lift(coordinates, task.target), task, kind)

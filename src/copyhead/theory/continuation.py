@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from copyhead.theory import scalar
+from copyhead.theory.action import row_entries
 from copyhead.theory.saddle_point import Point, System
 
 FIRST_STEP, LARGEST_STEP, SMALLEST_STEP = 0.05, 0.5, 1e-7
@@ -133,8 +134,7 @@ def switch(system: System, event: Event, lower: float, upper: float) -> Branch |
         None if no other branch is found there.
     """
     soft = event.point.soft
-    row_sum = system.coordinates(soft) @ np.array([system.task.prior.length, 1.0])
-    soft = soft if row_sum >= 0 else -soft
+    soft = soft if system.coordinates(soft) @ row_entries(system.task) >= 0 else -soft
     normal = np.append(soft, 0.0)
     offset = 1e-3
     guess = np.append(event.point.z + offset * soft, event.point.log_p)

@@ -71,7 +71,7 @@ def _slowest_point(problem: Problem, parameter: Parameter, value: float) -> tupl
     varied = problem.model_copy(update={parameter: value})
     system = System.of(copy_task(varied), problem.attention)
     lower, upper = (math.log(bound) for bound in search_range(varied))
-    points = follow(system, system.at_fixed_p(np.zeros((1, 2)), lower)[0], lower, upper).points
+    points = follow(system, system.at_fixed_p(np.zeros((1, system.dimension)), lower)[0], lower, upper).points
     index = int(np.clip(np.argmin([point.tangent[-1] for point in points]), 1, len(points) - 2))
     before, here, after = points[index - 1 : index + 2]
     span = float(np.linalg.norm(here.vector - before.vector) + np.linalg.norm(after.vector - here.vector))

@@ -2,7 +2,8 @@
 
     G = c1 1 1^T + cG G*        A = a1 1 1^T / L + aG G*
 
-so c1 is an entry off the copy diagonal, cG the excess of a copy entry, and likewise a1 / L and aG.
+so c1 is an entry off the copy diagonal, cG the excess of a copy entry, and likewise a1 / L and aG. Attention that reads the
+tokens has two more, see `content`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float
 from copyhead.model.attention import attention
 from copyhead.model.layout import Layout
 from copyhead.problem import Attention
+from copyhead.theory.content import ContentOrderParameters, ContentTask, content_order_parameters
 from copyhead.theory.posterior import Task, loss_per_token
 
 Number = Float[Array, "..."] | float
@@ -28,6 +30,9 @@ class OrderParameters(NamedTuple):
     a1: Number
     aG: Number
     loss: Number
+
+
+AnyOrderParameters = OrderParameters | ContentOrderParameters
 
 
 def lift(coordinates: Float[Array, "2"], target: Float[Array, "R K"]) -> Float[Array, "R K"]:
@@ -48,8 +53,10 @@ def project(
     return off, mean(target) - off
 
 
-def order_parameters(coordinates: Float[Array, "2"], task: Task, kind: Attention) -> OrderParameters:
+def order_parameters(coordinates: Float[Array, "d"], task: Task | ContentTask, kind: Attention) -> AnyOrderParameters:
     """All order parameters at a point of the symmetric subspace."""
+    if isinstance(task, ContentTask):
+        return content_order_parameters(coordinates, task, kind)
     logits = lift(coordinates, task.target)
     matrix = attention(logits, kind, task.prior.length, task.layout.columns)
     off, excess = project(matrix, task.target, task.layout)

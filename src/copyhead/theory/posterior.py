@@ -15,7 +15,7 @@ from copyhead.model.attention import attention
 from copyhead.model.energy import target_square
 from copyhead.model.layout import Layout
 from copyhead.model.moments import Moments
-from copyhead.model.prior import Prior, logit_energy
+from copyhead.model.prior import Prior, Scalar, logit_energy
 from copyhead.problem import Attention
 
 
@@ -63,10 +63,12 @@ def best_output(blocks: TokenBlocks, prior: Prior) -> Float[Array, "n v v"]:
 
 def action(logits: Float[Array, "R K"], task: Task, kind: Attention) -> Float[Array, ""]:
     """S(G) = logit prior + [Y2 - tr N^T (F + kappa/g_O I)^-1 N] / (2 kappa): the minimum over W of E(G, W)."""
-    blocks = token_blocks(logits, task, kind)
-    explained = blocks.inner(blocks.overlap, best_output(blocks, task.prior))
-    data = (blocks.target_square - explained) / (2 * task.prior.kappa)
-    return logit_energy(logits, task.layout, task.prior) + data
+    return logit_energy(logits, task.layout, task.prior) + data_energy(token_blocks(logits, task, kind), task.prior)
+
+
+def data_energy(blocks: TokenBlocks, prior: Prior) -> Float[Array, ""]:
+    """[Y2 - tr N^T (F + kappa/g_O I)^-1 N] / (2 kappa): squared error and cost of W, at the best W."""
+    return (blocks.target_square - blocks.inner(blocks.overlap, best_output(blocks, prior))) / (2 * prior.kappa)
 
 
 def negative_log_posterior(logits: Float[Array, "R K"], task: Task, kind: Attention) -> Float[Array, ""]:
@@ -83,8 +85,11 @@ def negative_log_posterior(logits: Float[Array, "R K"], task: Task, kind: Attent
 
 def loss_per_token(logits: Float[Array, "R K"], task: Task, kind: Attention) -> Float[Array, ""]:
     """Loss per scored position on the task's own moments, with W at its optimum."""
-    blocks = token_blocks(logits, task, kind)
-    output = best_output(blocks, task.prior)
+    return mean_loss(token_blocks(logits, task, kind), task.prior, task.moments.sequences * jnp.sum(task.layout.scored))
+
+
+def mean_loss(blocks: TokenBlocks, prior: Prior, count: Scalar) -> Float[Array, ""]:
+    """Squared error at the best W over `count`, the number of scored positions of all sequences."""
+    output = best_output(blocks, prior)
     # with the best W, F W = N - ridge W, so 2 tr N^T W - tr W^T F W = tr N^T W + ridge |W|^2
-    error = blocks.target_square - blocks.inner(output, blocks.overlap + task.prior.ridge * output)
-    return error / (task.moments.sequences * jnp.sum(task.layout.scored))
+    return (blocks.target_square - blocks.inner(output, blocks.overlap + prior.ridge * output)) / count

@@ -16,8 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from copyhead.problem import Attention
-from copyhead.theory.action import at, reduced_action
-from copyhead.theory.posterior import Task
+from copyhead.theory.action import CopyTask, at, reduced_action, row_entries
 
 NEWTON_STEPS = 12
 # The gradient is that of S / unit, of order one; float64 Newton ends near 1e-15 times the cancelled terms of S.
@@ -68,20 +67,20 @@ def _solve_bordered(matrix: Float[Array, "n n"], right: Float[Array, "n"]) -> Fl
 @partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
 @partial(jax.vmap, in_axes=(0, 0, 0, None, None, None, None))
 def _correct(
-    vector: Float[Array, "3"],
-    normal: Float[Array, "3"],
+    vector: Float[Array, "d+1"],
+    normal: Float[Array, "d+1"],
     offset: Float[Array, ""],
-    whitening: Float[Array, "2 2"],
+    whitening: Float[Array, "d d"],
     unit: Float[Array, ""],
-    task: Task,
+    task: CopyTask,
     kind: Attention,
-) -> tuple[Float[Array, "3"], Float[Array, "3 3"], Float[Array, "3"], Float[Array, ""]]:
+) -> tuple[Float[Array, "d+1"], Float[Array, "d+1 d+1"], Float[Array, "d+1"], Float[Array, ""]]:
     """Newton on [grad_z S / unit = 0, normal . (z, u) = offset]: the solution, bordered Hessian, residual, and S."""
 
-    def scaled(y: Float[Array, "3"]) -> Float[Array, ""]:
+    def scaled(y: Float[Array, "d+1"]) -> Float[Array, ""]:
         return reduced_action(whitening @ y[:-1], at(task, jnp.exp(y[-1])), kind) / unit
 
-    def with_values(y: Float[Array, "3"]) -> tuple[Array, tuple[Array, Array]]:
+    def with_values(y: Float[Array, "d+1"]) -> tuple[Array, tuple[Array, Array]]:
         value, gradient = jax.value_and_grad(scaled)(y)
         return gradient, (value, gradient)
 
@@ -109,22 +108,25 @@ def _correct(
 class System:
     """The action of one task on its symmetric subspace, ready for Newton. Every call runs in float64.
 
-    whitening: (c1, cG) = whitening z. unit: the action is measured in it, so that its prior part is |z|^2 / 2.
+    whitening: (c1, cG, ...) = whitening z, upper triangular. unit: the action is measured in it, so that its prior part is
+    |z|^2 / 2.
     """
 
-    task: Task
+    task: CopyTask
     kind: Attention
-    whitening: Float[np.ndarray, "2 2"]
+    whitening: Float[np.ndarray, "d d"]
     unit: float
 
     @classmethod
-    def of(cls, task: Task, kind: Attention) -> System:
+    def of(cls, task: CopyTask, kind: Attention) -> System:
         """Whitens the task; `task` holds the moments of one sequence, or any number: P replaces it."""
         with jax.enable_x64(True):
             task = jax.device_put(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), task))
-        bare = cls(task, kind, np.eye(2), 1.0)
-        no_data = bare._solve(np.array([[0.0, 0.0, LOG_P_ZERO]]), np.array([[0.0, 0.0, 1.0]]), np.array([LOG_P_ZERO]))
-        root = np.linalg.cholesky(no_data[1][0, :2, :2])
+        dimension = len(row_entries(task))
+        bare = cls(task, kind, np.eye(dimension), 1.0)
+        along = np.append(np.zeros(dimension), 1.0)
+        no_data = bare._solve(along[None] * LOG_P_ZERO, along[None], np.array([LOG_P_ZERO]))
+        root = np.linalg.cholesky(no_data[1][0, :-1, :-1])
         # The size of z is set by what the data ask of the logits: order one for softmax, and (tau_p^2 g_W / g_O)^(1/4) for
         # linear attention, where only the product of G and W matters. On the scale of a wide prior the curve is a needle.
         widths = task.prior.position_scale**2 * task.prior.logit_variance / task.prior.output_variance
@@ -193,7 +195,7 @@ class System:
         return self.correct(predicted[None], point.tangent[None], np.array([point.tangent @ predicted]))[0]
 
     def coordinates(self, z: np.ndarray) -> np.ndarray:
-        """Order parameters (c1, cG) of whitened coordinates."""
+        """Order parameters (c1, cG, ...) of whitened coordinates."""
         return self.whitening @ z
 
     def slope(self, point: Point) -> float:

@@ -19,11 +19,10 @@ import numpy as np
 
 from copyhead.problem import Attention, Problem
 from copyhead.theory import scalar
-from copyhead.theory.action import at, copy_task
+from copyhead.theory.action import CopyTask, at, copy_task
 from copyhead.theory.continuation import Branch, Segment, follow, minimum_on, segments, switch
-from copyhead.theory.leading_order import leading_order
-from copyhead.theory.order_parameters import OrderParameters, order_parameters
-from copyhead.theory.posterior import Task
+from copyhead.theory.leading_order import cost_ratio, leading_order
+from copyhead.theory.order_parameters import AnyOrderParameters, order_parameters
 from copyhead.theory.saddle_point import QUICK_COMPILATION, Point, System
 
 Kind = Literal["first-order", "second-order", "crossover"]
@@ -39,28 +38,28 @@ class Transition(NamedTuple):
     kind: Kind
     P: float
     window: tuple[float, float] | None
-    before: OrderParameters
-    after: OrderParameters
+    before: AnyOrderParameters
+    after: AnyOrderParameters
 
 
 class Minimum(NamedTuple):
     """A minimum of the action at one P. lowest: lowest Hessian eigenvalue in whitened coordinates, one for the bare prior."""
 
-    order_parameters: OrderParameters
+    order_parameters: AnyOrderParameters
     action: float
     metastable: bool
     lowest: float
 
 
 @partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
-def _observe(coordinates: np.ndarray, task: Task, sequences: float, kind: Attention) -> OrderParameters:
+def _observe(coordinates: np.ndarray, task: CopyTask, sequences: float, kind: Attention) -> AnyOrderParameters:
     return order_parameters(coordinates, at(task, sequences), kind)
 
 
 def search_range(problem: Problem) -> tuple[float, float]:
     """Range of P that holds every transition: beyond all scales of the action."""
     scales = leading_order(problem)
-    return min(scales) / 100, max(scales) * 50
+    return min(scales) * cost_ratio(problem) / 100, max(scales) * 50
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,11 @@ class Phases:
     upper: float
     complete: bool
 
-    def observe(self, point: Point) -> OrderParameters:
+    def observe(self, point: Point) -> AnyOrderParameters:
         """Order parameters and loss of a point, as floats."""
         with jax.enable_x64(True):
             values = _observe(self.system.coordinates(point.z), self.system.task, np.exp(point.log_p), self.system.kind)
-            return OrderParameters(*(float(value) for value in values))
+            return type(values)(*(float(value) for value in values))
 
     def points(self, log_p: float) -> list[tuple[Segment, Point]]:
         """The minima at P = exp(log_p), lowest action first."""
@@ -109,8 +108,9 @@ class Phases:
     def transitions(self) -> tuple[Transition, ...]:
         """All transitions of the global minimum, in order of P."""
         found = [*self._first_order(), *self._second_order()]
-        if not any(transition.kind == "first-order" for transition in found):
-            found += self._crossover()
+        # Pooling of linear attention may be a jump and copying still a crossover, at a larger P.
+        last_jump = max((transition.P for transition in found if transition.kind == "first-order"), default=0.0)
+        found += [crossover for crossover in self._crossover() if last_jump < crossover.P]
         return tuple(sorted(found, key=lambda transition: transition.P))
 
     @property
@@ -209,7 +209,7 @@ def _slopes(system: System, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
     return np.array(log_ps), np.array(slopes)
 
 
-def phases(problem: Problem, task: Task | None = None, reach: Iterable[float] = ()) -> Phases:
+def phases(problem: Problem, task: CopyTask | None = None, reach: Iterable[float] = ()) -> Phases:
     """Finds every minimum over the range of P that holds the transitions.
 
     The minimum that exists at P -> 0 is followed through its folds; at each pitchfork the new branch is followed too.
@@ -258,12 +258,12 @@ def _search_disconnected(system: System, branches: list[Branch], pieces: list[Se
     # Softmax does not depend on the first coordinate (the mean of a row); linear attention is odd, so half a plane will do.
     linear = system.kind == "linear"
     nodes = product((-0.5, 0, 0.5), (0.5, 1)) if linear else product((0,), (-1, -0.3, 0.2, 0.6, 1))
-    grid = np.array(list(nodes))
+    grid = np.array([(*node, *(0,) * (system.dimension - 2)) for node in nodes])
     grid, mirrored = grid * reach, (1, -1) if linear else (1,)
     for log_p in places:
         known = [other.z for piece in pieces if (other := minimum_on(system, piece, log_p)) is not None]
         # The row sums of A can also have the other sign than the copy entries: start there from the minima that are known.
-        opposite = [z * (factor, 1) for z in known if linear for factor in (-1.0, -0.6)]
+        opposite = [np.append(factor * z[:1], z[1:]) for z in known if linear for factor in (-1.0, -0.6)]
         for point in system.at_fixed_p(np.array([*grid, *opposite]), log_p):
             if not point.converged or point.lowest <= 0 or _is_known(point.z, known, mirrored):
                 continue
