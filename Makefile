@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OUT ?= reproduction
 
-.PHONY: reproduce test lint bench clean
+.PHONY: reproduce test lint bench bench-network clean
 
 reproduce: $(READY)
 	$(BIN)/copyhead reproduce --out $(OUT) $(ARGS)
@@ -20,6 +20,10 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python bench/step.py $(ARGS)
+
+bench-network: $(READY)
+	$(BIN)/python -m pip install --quiet --editable ".[bench]"
+	$(BIN)/python bench/network.py $(ARGS)
 
 $(READY): pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'copyhead needs Python 3.11 or newer, not ' + sys.version.split()[0])"

@@ -1,6 +1,6 @@
 """Cost of one full-batch training step of one replica of networks whose attention reads tokens: this package and PyTorch.
 
-    python bench/network.py [--length 32] [--vocab 4] [--width 64] [--sequences 300] [--replicas 4] [--compile] [--json]
+    python bench/network.py [--length 32] [--vocab 4] [--width 64] [--sequences 300] [--replicas 4] [--json]
 
 Prints microseconds for a replica-step (gradient of E through P sequences, and Adam's update) of the finite-width network and of
 its limit d_model -> infinity, the kernel network, both with softmax, on one core, side by side in one run. "copyhead" is the
@@ -9,7 +9,8 @@ on, as one would write it first, and through its query-key circuit U, which is a
 vmap(grad), batched by hand, or one after the other. Before anything is timed, the gradients are compared with those of
 copyhead. Median and best of several rounds, taken in turns; ratios are to the fastest way.
 
-Needs PyTorch (extra `bench`). torch.compile needs a C++ compiler and takes a while to start, so it is timed on request only.
+Needs PyTorch (extra `bench`). torch.compile is not used: it takes minutes to compile the gradients, warns of recompilation, and
+made the kernel network up to a third faster, the finite-width network from its sequences on not at all.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 os.environ["NPROC"] = "1"  # before JAX is imported: one thread
 
@@ -83,7 +85,7 @@ def kernel_output(problem: Problem, weights: Tensors, tokens: torch.Tensor) -> t
 
 
 def energy(problem: Problem, network: Network, predict: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Squared error / (2 kappa) + sum |weight - centre|^2 / (2 g) of one replica, or the sum over a leading axis of replicas."""
+    """Squared error / (2 kappa) + sum |weight - centre|^2 / (2 g) of one replica, or the sum over an axis of replicas."""
     how = scales(network, problem)
 
     def total(weights: Tensors, start: Tensors, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -124,7 +126,7 @@ def one_by_one(total: Callable[..., torch.Tensor], data: Data) -> Callable[[Tens
     return backward
 
 
-def training(slope: Callable[[Tensors], Tensors], start: Tensors, rates: object, steps: int) -> Callable[[], Tensors]:
+def training(slope: Callable[[Tensors], Tensors], start: Tensors, rates: Any, steps: int) -> Callable[[], Tensors]:
     """`steps` updates of Adam from the start, in place, with a learning rate for each weight."""
 
     def run() -> Tensors:
@@ -143,7 +145,7 @@ def training(slope: Callable[[Tensors], Tensors], start: Tensors, rates: object,
     return run
 
 
-def check(slope: Tensors, weights: object, ours: object, name: str) -> float:
+def check(slope: Tensors, weights: Any, ours: Any, name: str) -> float:
     """The largest relative difference between the gradients by a weight."""
     worst = 0.0
     for field, theirs, exact in zip(type(weights)._fields, slope, ours, strict=True):
@@ -167,7 +169,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="d_model of the finite-width network")
     parser.add_argument("--sequences", type=int, default=300)
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--compile", action="store_true", help="torch.compile, too")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -191,10 +192,8 @@ def main() -> None:
         at = tuple(torch.from_numpy(np.asarray(part, np.float32)) for part in moved)
         for way, make in (("vmap", by_map), ("by hand", by_hand), ("one by one", one_by_one)):
             slope = make(energy(problem, network, predict), data)
-            ways = {way: slope, **({f"{way}, compiled": torch.compile(slope)} if args.compile else {})}
-            for label, found in ways.items():
-                differences[f"{name}, {label}"] = check(found(at), moved, exact, f"{name}, {label}")
-                runs[name][f"PyTorch {label}"] = (training(found, data.start, path.rates, TORCH_STEPS), TORCH_STEPS)
+            differences[f"{name}, {way}"] = check(slope(at), moved, exact, f"{name}, {way}")
+            runs[name][f"PyTorch {way}"] = (training(slope, data.start, path.rates, TORCH_STEPS), TORCH_STEPS)
     times: dict[str, dict[str, list[float]]] = {name: {way: [] for way in ways} for name, ways in runs.items()}
     for ways in runs.values():
         for run, _ in ways.values():

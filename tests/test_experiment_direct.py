@@ -16,6 +16,7 @@ from copyhead.experiment.path import path
 from copyhead.model import network, targets, tokens
 from copyhead.model.network import Circuits, Network
 from copyhead.problem import Problem, ProblemError
+from copyhead.theory.transition import phases
 
 PROBLEM = Problem(length=7, vocab=3, noise=0.8, token_scale=0.6, position_scale=1.2)
 KERNEL, EMBEDDED = Network(kind="kernel"), Network(kind="embedded", width=16, embedding_variance=0.5)
@@ -182,6 +183,27 @@ def test_without_data_weight_the_kernel_network_samples_its_prior():
         second = over_chains(np.asarray(getattr(seen, name)) ** 2)
         assert second.ess > 100
         assert abs(second.mean - expected) < 4 * second.error, name
+
+
+def test_sampled_queries_and_keys_have_the_logits_of_their_own_prior_and_not_of_a_fused_matrix():
+    """docs/theory.md, section 10: all weights of an embedded network at large chi, against the saddle points of both priors."""
+    chi, sequences = 200.0, 60
+    problem = Problem(length=6, vocab=3, noise=0.8, token_scale=1.0, chi=chi, head_dimension=100)
+    net = Network(kind="embedded", width=32)
+    way = path(problem, net)
+    cells = assemble(way, [(sequences, seed, "copy", chi) for seed in range(4)])
+    settings = LangevinSettings(step_logits=0.1, warmup=2000, draws=150, thin=20)
+    seen = sample(cells, way, yardstick(problem, net, 64), settings).observables
+    own, fused = (
+        phases(problem.replace(content=True, head_dimension=heads)).minima(sequences)[0].order_parameters
+        for heads in (100, None)
+    )
+    for name in ("cG", "cS"):
+        found = over_chains(np.asarray(getattr(seen, name)))
+        assert found.mixed
+        assert abs(found.mean - getattr(own, name)) < 4 * found.error, name
+    found = over_chains(np.asarray(seen.cG))
+    assert found.mean - fused.cG > 20 * found.error
 
 
 def test_a_run_that_diverges_is_marked_with_a_step_and_leaves_the_others_alone():

@@ -7,7 +7,7 @@ import numpy as np
 from copyhead.experiment.adam import NEVER
 from copyhead.experiment.cells import assemble
 from copyhead.experiment.diagnostics import over_chains
-from copyhead.experiment.langevin import LangevinSettings, chains, langevin_step, sample
+from copyhead.experiment.langevin import LangevinSettings, Step, chains, langevin_step, sample
 from copyhead.experiment.observables import yardstick
 from copyhead.experiment.packed import PackedPath, Transposed
 from copyhead.model.network import Network
@@ -25,7 +25,9 @@ def test_stationary_variance_of_a_gaussian_mode_is_exact_in_the_step():
 
     def step(weights, number):
         slope = Transposed(scale * weights.logits, scale * weights.output)
-        moved = langevin_step(weights, slope, Transposed(eps, jnp.full((cells, 1, 1), eps)), jnp.full(cells, chi), keys, number)
+        moved = langevin_step(
+            weights, slope, Transposed(Step(eps), Step(jnp.full((cells, 1, 1), eps))), jnp.full(cells, chi), keys, number
+        )
         return moved, weights.logits
 
     start = Transposed(jnp.zeros((cells, size, size)), jnp.zeros((cells, 3, 3)))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import xarray as xr
 
+from copyhead.model.network import Network
 from copyhead.problem import Problem
 from copyhead.reproduction import reproduce
 
@@ -50,6 +51,29 @@ def test_report_is_self_contained(whole):
     assert page.count("data:image/png;base64,") == len(list((folder / "figures").glob("*.png"))) == 7
     assert len(list((folder / "figures").glob("*.svg"))) == 7
     assert "nan" not in re.sub(r"base64,[^\"]*", "", page).lower().replace("dominan", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "attention"), [("kernel", "softmax"), ("embedded", "linear")])
+def test_networks_that_read_tokens_have_the_same_tables_and_figures(tmp_path, kind, attention):
+    """A check that everything runs; the numbers are held by the tests of each part."""
+    network = Network(kind=kind, width=16)
+    small = {**SMALL, "grid": (16, 24, 32, 45), "sampled": 3, "adam_steps": 200, "widths": (16, 32), "attentions": (attention,)}
+    problem = Problem(length=6, vocab=2, noise=0.5)
+    summary = reproduce(problem, tmp_path / "run", workers=2, network=network, **small)
+    names = {path.stem for path in (tmp_path / "run" / "figures").glob("*.png")}
+    expected = {f"order-parameters-{attention}", "loss-maps", "scaling", "chi-shift"}
+    assert names == expected | ({"departure"} if kind == "embedded" else set())
+    with (tmp_path / "run" / "grid.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["quantity"] for row in rows} == {"c1", "cG", "cI", "cS", "a1", "aG", "loss"}
+    if kind == "embedded":
+        with (tmp_path / "run" / "departure.csv").open() as file:
+            assert {row["width"] for row in csv.DictReader(file)} == {"16", "32"}
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert f"Network: {kind}" in page
+    assert "Attention reads the tokens" in page
+    assert summary.lost == []
 
 
 @pytest.mark.slow

@@ -20,14 +20,14 @@ from copyhead.experiment.path import path
 from copyhead.model.network import Network
 from copyhead.problem import Problem, ProblemError
 from copyhead.report import figures, html
-from copyhead.report.claims import claims, remarks
+from copyhead.report.claims import claims, departure_remarks, remarks
 from copyhead.study import compare
 from copyhead.study.diagram import Axis, Diagram, diagram
 from copyhead.study.run import run
 from copyhead.study.scaling import Scaling, scaling
 from copyhead.study.spec import Part, Reproduction, parts, settings_for
 from copyhead.study.store import Store
-from copyhead.study.width import departures
+from copyhead.study.width import Departure, departures
 
 Progress = Callable[[str, float], AbstractContextManager[Callable[[float], None]]]
 PACKAGES = ("copyhead", "jax", "numpy", "scipy", "optax", "arviz-stats", "xarray", "matplotlib")
@@ -118,17 +118,21 @@ def reproduce(
         store.write_text("transitions.json", json.dumps(transitions, indent=2))
         growth = scaling(spec.problem)
         advance(0.3)
-        shown = _figures(spec, work, store, measured, growth)
+        departed = departures(spec, work, store)
+        shown = _figures(spec, work, store, measured, growth, departed)
         advance(0.6)
         seconds = time.perf_counter() - began
         page = html.render(
             shown,
             title="Reproduction of the phase transitions of a copy head",
             problem=spec.problem,
+            network=spec.network,
+            batch=spec.batch,
+            sampled=spec.sampled,
             quick=quick,
             transitions=transitions,
             agreements=agreements,
-            remarks=[*remarks(rows, measured), *lost],
+            remarks=[*remarks(rows, measured), *departure_remarks(departed), *lost],
             claims=claims(spec.problem, measured, transitions, agreements, growth),
             columns=list(dict.fromkeys(key for row in rows for key in row)),
             grid=rows,
@@ -140,7 +144,12 @@ def reproduce(
 
 
 def _figures(
-    spec: Reproduction, work: list[Part], store: Store, measured: dict[str, compare.Measured], growth: Scaling
+    spec: Reproduction,
+    work: list[Part],
+    store: Store,
+    measured: dict[str, compare.Measured],
+    growth: Scaling,
+    departed: dict[str, Departure],
 ) -> list[html.Shown]:
     drawn: list[tuple[str, str, Any]] = []
     if {"softmax", "linear"} <= measured.keys():
@@ -158,15 +167,15 @@ def _figures(
             )
             drawn.append((f"hysteresis-{attention}", caption, figures.hysteresis(results)))
     maps, lines = _maps(spec, work, store)
-    if narrow := departures(spec, work, store):
+    if departed:
         caption = (
             "Departure of the embedded network from the kernel limit against 1/d_model, before the transition and as a copy "
             "head. Dots: Adam minus the exact minimum of the kernel limit on the same data set, standard errors; lines: theory "
             "of embeddings that adapt (population moments). g_E: prior variance of an embedding row around its start."
         )
-        drawn.append(("departure", caption, figures.departures(narrow)))
+        drawn.append(("departure", caption, figures.departures(departed)))
         store.write_text("departure.csv", compare.to_csv(
-            [{"attention": attention, **row} for attention, found in narrow.items() for row in found.rows()]
+            [{"attention": attention, **row} for attention, found in departed.items() for row in found.rows()]
         ))  # fmt: skip
     caption = (
         "Loss per token of Adam from small weights over (P, L) and (P, V), with the places of the theory and the leading order."

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from copyhead.model import targets
-from copyhead.model.network import Circuits, Network, Scale, Weights, circuits, scales
+from copyhead.model.network import Circuits, Network, Positional, Scale, Weights, circuits, scales
 from copyhead.problem import Attention, Problem, ProblemError
 
 # Working memory of one chunk of sequences for one cell, in float32 numbers: about the fastest.
@@ -233,6 +233,25 @@ class DirectPath:
 
     def sequences(self, data: Anchored) -> Int[Array, "cell"]:
         return data.counts
+
+    def stiff(self, start: Weights) -> list[tuple[Array, float] | None]:
+        """See `Path.stiff`. A row of pp, or of tp, has L keys; a token is a key at L / V positions, +- (L / V)^(1/2)."""
+        problem, cells = self.problem, len(start[0])
+        length, vocab = problem.length, problem.vocab
+        tokens = (1 / vocab + 1 / length) / vocab
+        if isinstance(start, Positional):
+            return [None, None]
+        if isinstance(start, Circuits):
+            uniform = jnp.full((cells, length, 1), length**-0.5)
+            every = jnp.broadcast_to(jnp.eye(vocab), (cells, vocab, vocab))
+            mixed = 1 / (length * vocab)
+            return [(uniform, 1 / length**2), (every, mixed + 1 / length**2), (uniform, mixed), (every, tokens), None]
+        # in the embedded network all keys share one matrix: the mean of the positions, and the tokens
+        mean = problem.position_scale**0.5 * start.positions.mean(axis=-2, keepdims=True)
+        keys = jnp.concatenate([mean, problem.token_scale**0.5 * start.tokens], axis=-2)
+        frame, _ = jnp.linalg.qr(keys.mT)
+        leverage = (problem.position_scale / length + problem.token_scale / vocab) ** 2 + problem.token_scale**2 * tokens
+        return [(frame, leverage) if name == "query_key" else None for name in start._fields]
 
     @property
     def variances(self) -> Any:

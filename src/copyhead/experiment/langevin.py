@@ -66,15 +66,33 @@ def langevin_step(
     key: UInt32[Array, "cell 2"],
     number: UInt32[Array, ""],
 ) -> Any:
-    """theta - eps grad E + sqrt(2 eps / chi) xi. steps: eps of each weight, in the structure of the weights."""
+    """theta - eps grad E + sqrt(2 eps / chi) xi. steps: a Step for each weight, in the structure of the weights."""
     shapes = [part.shape[1:] for part in weights]
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
     noise = normals(key, number, int(ends[-1])) * jnp.sqrt(2 / chi)[:, None]
     moved = (
-        part - eps * down + jnp.sqrt(eps) * xi.reshape(-1, *shape)
-        for part, down, eps, xi, shape in zip(weights, slope, steps, jnp.split(noise, ends[:-1], axis=1), shapes, strict=True)
+        part - step.times(down, 1.0) + step.times(xi.reshape(-1, *shape), 0.5)
+        for part, down, step, xi, shape in zip(weights, slope, steps, jnp.split(noise, ends[:-1], axis=1), shapes, strict=True)
     )
     return type(weights)(*moved)
+
+
+class Step(NamedTuple):
+    """eps of one weight; a constant matrix, so that it leaves the target as it is.
+
+    bulk: eps. stiff: eps within `frame`, orthonormal columns for the last axis of the weight; None if there is no such part.
+    """
+
+    bulk: Float[Array, "..."] | float
+    stiff: Float[Array, "cell 1 1"] | float = 0.0
+    frame: Float[Array, "cell n k"] | None = None
+
+    def times(self, part: Float[Array, "cell m n"], power: float) -> Float[Array, "cell m n"]:
+        """The matrix to a power, times a slope or noise."""
+        bulk = jnp.asarray(self.bulk) ** power
+        if self.frame is None:
+            return bulk * part
+        return bulk * part + (jnp.asarray(self.stiff) ** power - bulk) * (part @ self.frame @ self.frame.mT)
 
 
 def output_curvature(sequences: Float[Array, "cell"], problem: Problem) -> Float[Array, "cell"]:
@@ -103,7 +121,7 @@ def chains(
     settings: LangevinSettings,
 ) -> Sampled:
     """Warm-up and draws of one chunk of chains."""
-    steps = step_sizes(path, path.sequences(data), settings)
+    steps = step_sizes(path, start, path.sequences(data), settings)
 
     def step(state: tuple, _: None) -> tuple[tuple, None]:
         weights, number = state
@@ -121,8 +139,22 @@ def chains(
     return Sampled(jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), trace), first)
 
 
-def step_sizes(path: Path, sequences: Float[Array, "cell"], settings: LangevinSettings) -> Any:
-    """eps of each weight: that of the logits times min(1, g), and for the output map from its curvature."""
-    curvature = output_curvature(sequences, path.problem)
-    logits = [0.0 if g is None else jnp.float32(settings.step_logits * min(1.0, g)) for g in path.variances]
-    return type(path.variances)(*logits)._replace(output=(settings.output_courant / curvature)[:, None, None])
+def step_sizes(path: Path, start: Any, sequences: Float[Array, "cell"], settings: LangevinSettings) -> Any:
+    """The Step of each weight: that of the logits times min(1, g), and for the output map from its curvature.
+
+    Linear attention that reads tokens has stiff directions, see `Path.stiff`: there a step is bounded by their curvature,
+    1/g + leverage C, with C = P scored w_u^2 / (V kappa) that of a common shift of all logits for a copying network.
+    """
+    problem = path.problem
+    curvature = output_curvature(sequences, problem)
+    bulk = [0.0 if g is None else settings.step_logits * min(1.0, g) for g in path.variances]
+    steps = [Step(eps) for eps in bulk]
+    if problem.attention == "linear":
+        gain = problem.length / (problem.length * problem.vocab) ** 0.25  # w_u of a copying network, model.network.copying
+        shift = sequences * gain**2 * problem.scored / (problem.vocab * problem.kappa)
+        for index, found in enumerate(path.stiff(start)):
+            if found is not None:
+                frame, leverage = found
+                bound = settings.output_courant / (1 / path.variances[index] + leverage * shift)
+                steps[index] = Step(bulk[index], jnp.minimum(bound, bulk[index])[:, None, None], frame)
+    return type(path.variances)(*steps)._replace(output=Step((settings.output_courant / curvature)[:, None, None]))

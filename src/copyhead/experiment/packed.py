@@ -146,6 +146,10 @@ class PackedPath:
     def sequences(self, data: Packed) -> Float[Array, "cell"]:
         return data.sequences
 
+    def stiff(self, start: Transposed) -> list[tuple[Array, float] | None]:
+        """None: no logit is shared by positions."""
+        return [None, None]
+
     @property
     def variances(self) -> Transposed:
         """g of each weight."""

@@ -11,6 +11,7 @@ from copyhead.experiment.adam import GRADIENT_TOLERANCE
 from copyhead.problem import Problem
 from copyhead.study.compare import AGREEMENT, Agreement, Measured
 from copyhead.study.scaling import Scaling
+from copyhead.study.width import Departure
 from copyhead.theory.leading_order import leading_order
 from copyhead.theory.transition import phases
 
@@ -44,6 +45,11 @@ def claims(
     if "linear" in measured:
         places = {row["place"].split(" ")[0]: row for row in transitions if row["attention"] == "linear"}
         found += [_pooling(places.get("P_c"), preset), _quoted(problem), _crossover(places.get("crossover"), preset)]
+    if problem.content:
+        found += [
+            _tokens_in_the_kernel(problem, measured),
+            *(_equal_tokens(name, results) for name, results in measured.items()),
+        ]
     return [
         *found,
         _agreement(agreements),
@@ -141,6 +147,57 @@ def _crossover(row: dict[str, Any] | None, preset: bool) -> Claim:
         found,
         _verdict(row, QUOTED["crossover"], preset),
     )
+
+
+def _tokens_in_the_kernel(problem: Problem, measured: dict[str, Measured]) -> Claim:
+    """Places without tokens in the logits, with them in the prior alone (the paper's theory), and with attention that reads."""
+    found, ratios = [], {}
+    for attention, kind in (("softmax", "first-order"), ("linear", "second-order")):
+        if attention in measured:
+            variants = [{"token_scale": 0.0, "content": False}, {"content": False}, {}]
+            places = []
+            for variant in variants:
+                own = phases(problem.replace(attention=attention, sequences=None, **variant))
+                places.append(next((t.P for t in own.transitions if t.kind == kind), math.nan))
+            found.append(f"{attention} ({kind}): P = {places[0]:.2f} without, {places[1]:.2f} and {places[2]:.2f} with tokens")
+            ratios[attention] = places[2] / places[0]
+    moved = ", ".join(f"{name} by a factor {ratio:.3f}" for name, ratio in ratios.items())
+    return Claim(
+        "tokens in the logits (tau_x) bring the pooling of linear attention to small P; the softmax transition stays in place",
+        "; ".join(found) + " (in the prior alone, and with attention that reads them)",
+        f"found: {moved}",
+    )
+
+
+def _equal_tokens(attention: str, results: Measured) -> Claim:
+    """The largest cI of theory and of converged training over the grid."""
+    theory = [float(results.theory.minima(place)[0].order_parameters.cI) for place in results.adam.sequences]  # type: ignore[union-attr]
+    data = results.adam.data
+    trained = data.cI.where(data.gradient < GRADIENT_TOLERANCE).mean("seed").values
+    trained = trained[np.isfinite(trained)]
+    largest = max(map(abs, theory))
+    found = f"theory: cI from {min(theory):.3f} to {max(theory):.3f} over the grid"
+    if trained.size:
+        found += f"; Adam, means over data sets: from {trained.min():.3f} to {trained.max():.3f}"
+    return Claim(
+        f"{attention} attention does not learn to attend to equal tokens (cI near zero)",
+        found,
+        f"small, |cI| up to {largest:.2f}, not zero: a head looks away from tokens equal to its own",
+    )
+
+
+def departure_remarks(found: dict[str, Departure]) -> list[str]:
+    """What finite d_model does, and the inverse-width law, with the numbers of this run."""
+    lines = []
+    for attention, departure in found.items():
+        for row in departure.rows():
+            if row["width"] in (departure.widths[0], departure.widths[-1]):
+                lines.append(
+                    f"{attention}, P = {row['P']}, g_E = {row['embedding_variance']:g}, d_model = {row['width']}: cG is "
+                    f"{row['measured']:+.4f} ± {row['error']:.4f} from that of the kernel limit on the same data (theory of "
+                    f"adapting embeddings {row['theory']:+.4f}; times d_model {row['measured_times_width']:+.2f})."
+                )
+    return lines
 
 
 def _agreement(agreements: list[Agreement]) -> Claim:

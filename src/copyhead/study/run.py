@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -278,8 +280,32 @@ def run(parts: list[Part], spec: Reproduction, store: Store, workers: int, done:
             waiting.append(part)
     if not waiting:
         return
-    before = os.environ.get("NPROC")
-    os.environ["NPROC"] = "1"  # read when JAX is imported, so it must stand before the workers start
+    with TemporaryDirectory(prefix="copyhead-") as cache, _environment(_worker_settings(cache)):
+        _execute_all(waiting, spec, store, workers, done)
+
+
+def _worker_settings(cache: str) -> dict[str, str]:
+    """Environment of the workers: one JAX thread each, and kernels that one has compiled are there for the other."""
+    return {
+        "NPROC": "1",
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+    }
+
+
+@contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """Sets variables that are read when JAX is imported, so that they stand before the workers start."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _execute_all(waiting: list[Part], spec: Reproduction, store: Store, workers: int, done: Callable[[Part], None]) -> None:
     pool = ProcessPoolExecutor(
         workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with, initargs=(os.getpid(),)
     )
@@ -301,4 +327,3 @@ def run(parts: list[Part], spec: Reproduction, store: Store, workers: int, done:
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        os.environ.pop("NPROC") if before is None else os.environ.update(NPROC=before)
