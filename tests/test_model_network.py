@@ -167,3 +167,17 @@ def test_positional_weights_are_circuits_with_empty_blocks():
     assert not any(np.any(part) for part in (net.pt, net.tp, net.tt))
     np.testing.assert_array_equal(net.pp, logits)
     assert isinstance(jax.tree.structure(net).num_leaves, int)
+
+
+def test_overlaps_of_normal_embeddings_make_logits_dearer():
+    """docs/theory.md, section 7: least |W_QK|^2 of a copy pattern over that with orthonormal rows is (1 - (L + V)/d)^-2."""
+    problem = PROBLEM.replace(length=40, vocab=8, position_scale=1.0)
+    target = targets.shift(40) - 1 / 40
+    ratios = []
+    for seed in range(30):
+        net = network.start(Network(kind="embedded", width=192, embedding="gaussian"), problem, target, "small", seed)
+        inverse = np.linalg.pinv(np.concatenate([net.positions, net.tokens]))[:, :40]
+        ratios.append(np.sum((inverse @ target @ inverse.T) ** 2) / np.sum(target**2))
+    error = np.std(ratios, ddof=1) / len(ratios) ** 0.5
+    # a law for L, d -> infinity; corrections are of relative order 1 / L
+    assert np.mean(ratios) == pytest.approx(1 / (1 - 48 / 192) ** 2, rel=1 / 40, abs=4 * error)

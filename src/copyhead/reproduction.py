@@ -47,7 +47,7 @@ class Summary:
         return {
             "folder": str(self.folder),
             "transitions": self.transitions,
-            "agreement": [{**a._asdict(), "fraction": a.fraction} for a in self.agreements],
+            "agreement": [{**a._asdict(), "fraction": a.fraction if a.points else None} for a in self.agreements],
             "diverged": self.lost,
             "seconds": self.seconds,
         }

@@ -12,6 +12,7 @@ Sequences are taken a chunk at a time; memory and result do not depend on P and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
@@ -50,6 +51,12 @@ def sequences_at_a_time(length: int, vocab: int) -> int:
 def equal_parts(count: int, most: int) -> int:
     """The size of chunks none of which is nearly empty, about `most`; a multiple of 16, the numbers in a vector register."""
     return 16 * -(-count // (16 * -(-count // most)))
+
+
+def filled_to(count: int) -> int:
+    """The next of few sizes, a quarter apart: data sets are cut to it, and a step loop is compiled for each."""
+    steps = max(0, math.ceil(math.log(count / 16) / math.log(1.25) - 1e-9))
+    return 16 * math.ceil(1.25**steps - 1e-9)
 
 
 def _sum(terms: Iterable[Array]) -> Array:
@@ -190,7 +197,8 @@ class DirectPath:
         return Sequences(filled, np.array([len(part) for part in data], np.int32))
 
     def prepare(self, start: Weights, data: Sequences, key: UInt32[np.ndarray, "cell 2"]) -> tuple[Weights, Anchored]:
-        return start, Anchored(jnp.asarray(data.tokens), jnp.asarray(data.counts), start, jnp.asarray(key))
+        tokens = data.tokens[:, : filled_to(int(np.max(data.counts)))]
+        return start, Anchored(jnp.asarray(tokens), jnp.asarray(data.counts), start, jnp.asarray(key))
 
     def restore(self, weights: Weights) -> Weights:
         return weights

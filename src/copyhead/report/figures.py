@@ -206,8 +206,9 @@ def landscapes(softmax: Phases, linear: Phases) -> Figure:
         minima = [m.order_parameters for m in linear.minima(sequences)]
         reach = [max(1.8 * max(abs(float(getattr(m, n))) for m in minima), least) for n, least in (("c1", 0.1), ("cG", 0.5))]
         x, y = np.linspace(-reach[0], reach[0], 61), np.linspace(-reach[1], reach[1], 61)
-        rest = _others(linear, sequences)
-        values = np.array([[_action(linear, (a, b, *rest), sequences) for a in x] for b in y])
+        rest, length = np.array(_others(linear, sequences)), float(linear.system.task.prior.length)
+        # the other order parameters change sign, too, in the mirror image
+        values = np.array([[_action(linear, (a, b, *(rest * np.sign(length * a + b))), sequences) for a in x] for b in y])
         levels = np.linspace(0, np.quantile(values - values.min(), 0.6), 16)
         panel.contourf(x, y, values - values.min(), levels=levels, cmap="viridis", extend="max")
         for m in minima:
