@@ -32,7 +32,7 @@ class Barrier(NamedTuple):
 
     wells, top: cG at the minima of F and at the maximum between them. heights: chi (F(top) - F(well)), from below and above.
     lifetimes: of either branch, in units of eps times the steps of Langevin dynamics.
-    symmetric: whether H has no other negative direction between the wells. Otherwise, as for L >> 32, rows can cross one by
+    symmetric: whether H has no other negative direction between the wells. Otherwise, as at L = 64, rows can cross one by
     one, the path over the symmetric top is not the cheapest, and heights and lifetimes are nan.
     """
 
