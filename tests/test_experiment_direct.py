@@ -103,13 +103,13 @@ def test_the_positional_network_has_the_same_gradient_through_moments_and_throug
         assert np.abs(part - other).max() < FLOAT32 * np.abs(other).max()
 
 
-@pytest.mark.parametrize("net", [KERNEL, EMBEDDED])
-def test_the_chunk_of_sequences_and_of_cells_does_not_matter(net):
+@pytest.mark.parametrize(("net", "batch"), [(KERNEL, None), (EMBEDDED, None), (KERNEL, 20)])
+def test_the_chunk_of_sequences_and_of_cells_does_not_matter(net, batch):
     runs = [(count, seed, "small", 20.0) for seed in range(3) for count in (45, 60)]
     settings = AdamSettings(60)
     trained = []
     for size, cells in ((None, None), (7, 2), (16, 5)):
-        way = DirectPath(PROBLEM, net, chunk=size)
+        way = DirectPath(PROBLEM, net, batch=batch, chunk=size)
         trained.append(train(assemble(way, runs), way, settings, chunk=cells).weights)
     for other in trained[1:]:
         for part, reference in zip(other, trained[0], strict=True):

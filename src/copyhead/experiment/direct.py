@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from copyhead.model import targets
-from copyhead.model.network import Circuits, Network, Positional, Scale, Weights, circuits, scales
+from copyhead.model.network import Circuits, Network, Positional, Scale, Split, Weights, circuits, scales
 from copyhead.problem import Attention, Problem, ProblemError
 
 # Working memory of one chunk of sequences for one cell, in float32 numbers: about the fastest.
@@ -242,7 +242,7 @@ class DirectPath:
     def sequences(self, data: Anchored) -> Int[Array, "cell"]:
         return data.counts
 
-    def stiff(self, start: Weights) -> list[tuple[Array, float] | None]:
+    def stiff(self, start: Weights) -> list[tuple[Array | None, float] | None]:
         """See `Path.stiff`. A row of pp, or of tp, has L keys; a token is a key at L / V positions, +- (L / V)^(1/2)."""
         problem, cells = self.problem, len(start[0])
         length, vocab = problem.length, problem.vocab
@@ -259,6 +259,10 @@ class DirectPath:
         keys = jnp.concatenate([mean, problem.token_scale**0.5 * start.tokens], axis=-2)
         frame, _ = jnp.linalg.qr(keys.mT)
         leverage = (problem.position_scale / length + problem.token_scale / vocab) ** 2 + problem.token_scale**2 * tokens
+        if isinstance(start, Split):
+            # a factor moves U by its change times the other, whose square is d_h g / chi per row, and some times that with data
+            square = 4 * start.query.shape[-1] * (self.problem.logit_variance / problem.chi / start.query.shape[-1]) ** 0.5
+            return [(None, leverage * square) if name in ("query", "key") else None for name in start._fields]
         return [(frame, leverage) if name == "query_key" else None for name in start._fields]
 
     @property

@@ -80,7 +80,7 @@ def langevin_step(
 class Step(NamedTuple):
     """eps of one weight; a constant matrix, so that it leaves the target as it is.
 
-    bulk: eps. stiff: eps within `frame`, orthonormal columns for the last axis of the weight; None if there is no such part.
+    bulk: eps. stiff: eps within `frame`, orthonormal columns for the last axis of the weight; None: bulk everywhere.
     """
 
     bulk: Float[Array, "..."] | float
@@ -156,5 +156,6 @@ def step_sizes(path: Path, start: Any, sequences: Float[Array, "cell"], settings
             if found is not None:
                 frame, leverage = found
                 bound = settings.output_courant / (1 / path.variances[index] + leverage * shift)
-                steps[index] = Step(bulk[index], jnp.minimum(bound, bulk[index])[:, None, None], frame)
+                bound = jnp.minimum(bound, bulk[index])[:, None, None]
+                steps[index] = Step(bound) if frame is None else Step(bulk[index], bound, frame)
     return type(path.variances)(*steps)._replace(output=Step((settings.output_courant / curvature)[:, None, None]))

@@ -146,7 +146,7 @@ class PackedPath:
     def sequences(self, data: Packed) -> Float[Array, "cell"]:
         return data.sequences
 
-    def stiff(self, start: Transposed) -> list[tuple[Array, float] | None]:
+    def stiff(self, start: Transposed) -> list[tuple[Array | None, float] | None]:
         """None: no logit is shared by positions."""
         return [None, None]
 

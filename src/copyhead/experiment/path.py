@@ -55,12 +55,12 @@ class Path(Protocol):
         """P of each cell."""
         ...
 
-    def stiff(self, start: Any) -> list[tuple[Array, float] | None]:
+    def stiff(self, start: Any) -> list[tuple[Array | None, float] | None]:
         """For each weight: the keys whose logits many positions share, as a frame of its last axis, and its leverage.
 
         A token stands at many positions, and the uniform key at all: what is added to their logits adds up in linear attention.
         leverage: the largest curvature of E within the frame, relative to that by a common shift of all logits (by its part in
-        P scored w^2 / (V kappa)). None: no part of that weight is stiffer than the rest.
+        P scored w^2 / (V kappa)). A frame of None: all of the weight. None: its step needs no such bound.
         """
         ...
 

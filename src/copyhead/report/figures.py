@@ -22,7 +22,7 @@ from copyhead.study.compare import Curves, Measured
 from copyhead.study.diagram import Diagram
 from copyhead.study.scaling import Scaling
 from copyhead.study.spec import Reproduction
-from copyhead.study.width import Departure
+from copyhead.study.width import QUANTITIES, Departure
 from copyhead.theory.action import at, reduced_action, row_entries
 from copyhead.theory.transition import Phases
 
@@ -242,13 +242,14 @@ def departures(found: dict[str, Departure]) -> Figure:
     for index, (attention, rows) in enumerate(found.items()):
         for side, panel in enumerate(axes[0, 2 * index : 2 * index + 2]):
             place = rows.sequences[side]
+            copying = QUANTITIES.index("cG")
             for (variance, values), colour in zip(rows.measured.items(), (RED, BLUE, GREEN, ORANGE), strict=False):
                 inverse = 1 / np.array(rows.widths, float)
-                mean, error = values[:, side, 0], values[:, side, 1]
+                mean, error = values[:, side, copying], rows.error[variance][:, side, copying]
                 label = f"Adam, $g_E$ = {variance:g}"
                 panel.errorbar(inverse, mean, error, fmt="o", color=colour, mfc="none", label=label)
                 order = np.argsort(inverse)
-                panel.plot(inverse[order], rows.theory[variance][order, side], color=colour, lw=1.2)
+                panel.plot(inverse[order], rows.theory[variance][order, side, copying], color=colour, lw=1.2)
             panel.axhline(0, color=GREY, lw=0.7, ls=":")
             panel.set(
                 xscale="log", xlabel=r"$1/d_\mathrm{model}$", title=f"{attention}, P = {place}",
