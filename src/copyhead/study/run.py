@@ -30,15 +30,8 @@ FRESH_SEQUENCES, FRESH_CONTENT = 4096, 2048
 # Langevin step of the logits: an eighth of what the stiffest logit mode of a copy head allows, some 1.5 / g_W in linear
 # attention and 6 / g_W in softmax at the preset.
 LOGIT_STEPS = {"softmax": 0.03, "linear": 0.1}
-# Of linear attention that reads tokens: every row with a token shares the logits of that token's queries.
-LINEAR_CONTENT_STEP = 0.04
 # Memory for the data and weights of the cells that are assembled at a time.
 GROUP_BYTES = 1.5e9
-
-
-def logit_step(problem: Problem) -> float:
-    """Langevin step of the logits."""
-    return LINEAR_CONTENT_STEP if problem.content and problem.attention == "linear" else LOGIT_STEPS[problem.attention]
 
 
 def _grid(observed: Any, dims: tuple[str, ...], shape: tuple[int, ...], coords: dict[str, Any]) -> xr.Dataset:
@@ -112,7 +105,7 @@ def langevin_cells(problem: Problem, spec: Reproduction, sequences: list[int], s
     from copyhead.experiment.path import path
 
     runs = [(count, seed, start, chi) for count in sequences for seed in seeds for start in STARTS]
-    settings = LangevinSettings(logit_step(problem), warmup=spec.warmup, draws=spec.draws, thin=spec.thin)
+    settings = LangevinSettings(LOGIT_STEPS[problem.attention], warmup=spec.warmup, draws=spec.draws, thin=spec.thin)
     heads = problem.head_dimension  # its ratio to chi is what the theory depends on
     sampled = problem.replace(chi=chi, head_dimension=None if heads is None else max(1, round(heads * chi / problem.chi)))
     way = path(sampled, spec.network, spec.batch)
@@ -259,7 +252,11 @@ def execute(part: Part, spec: Reproduction, path: Path) -> float:
     began = time.perf_counter()
     dataset = METHODS[part.method](part.problem, spec, **part.arguments)
     seconds = time.perf_counter() - began
-    size = f"step_logits = {logit_step(part.problem):g}" if part.method == "langevin" else f"learning rate {spec.adam_rate:g}"
+    size = (
+        f"step_logits = {LOGIT_STEPS[part.problem.attention]:g}"
+        if part.method == "langevin"
+        else f"learning rate {spec.adam_rate:g}"
+    )
     dataset.attrs |= {"part": part.name, "step_size": size, "problem": part.problem.to_json(), "seconds": seconds}
     write_dataset(path, dataset)
     return seconds

@@ -40,7 +40,7 @@ class Reproduction(Record):
     points: int = Field(default=18, ge=4, le=200, description="number of P on each grid")
     sampled: int = Field(default=2, ge=1, description="every how many-th P is sampled by SGLD")
     sections: int = Field(default=12, ge=1, le=100, description="values of P tried at a time in the search for a jump")
-    widths: tuple[int, ...] = Field(default=(64, 128, 256, 512, 1024), description="d_model of the departure from theory")
+    widths: tuple[int, ...] = Field(default=(64, 128, 256, 512), description="d_model of the departure from theory")
     width_variances: tuple[float, ...] = Field(default=(1.0, 0.01), description="g_E of the departure from theory")
     plane_sizes: int = Field(default=6, ge=2, le=50, description="number of L, and of V, in the loss maps")
     plane_points: int = Field(default=12, ge=3, le=200, description="number of P in the loss maps")
@@ -149,9 +149,9 @@ QUICK: dict[str, Any] = {
 CONTENT: dict[str, Any] = {
     "seeds": 4,
     "adam_steps": 2500,
-    "warmup": 1500,
+    "warmup": 2000,
     "draws": 100,
-    "thin": 30,
+    "thin": 60,
     "points": 14,
     "sampled": 3,
     "sections": 4,
