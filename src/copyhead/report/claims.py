@@ -283,6 +283,8 @@ def remarks(rows: list[dict[str, Any]], measured: dict[str, Measured]) -> list[s
                 f"can be larger than the scatter between them. Converged Adam runs differ from the exact theory by at most "
                 f"{max(adam):.1e} in cG."
             )
+        if attention == "linear" and "signs" in measured[attention].adam.data:
+            found.append(_mixed_signs(measured[attention]))
         if slow:
             found.append(
                 f"{attention}: Adam had not converged in every data set (gradient above {GRADIENT_TOLERANCE:g}) at "
@@ -291,6 +293,22 @@ def remarks(rows: list[dict[str, Any]], measured: dict[str, Measured]) -> list[s
         if off:
             found.append(f"{attention}: Adam is more than {AGREEMENT:g} errors from the exact theory at {_listed(off)}.")
     return found
+
+
+def _mixed_signs(results: Measured) -> str:
+    """How many runs ended in a state where some tokens are served with the other sign, by start."""
+    data = results.adam.data
+    above = data.sel(P=[place for place in results.adam.sequences if place > results.theory.transitions[0].P])
+    counts = {
+        str(start): (int((above.signs.sel(start=start) < 1).sum()), int(above.signs.sel(start=start).size))
+        for start in above.start.values
+    }
+    told = ", ".join(f"{mixed} of {total} from the {start} start" for start, (mixed, total) in counts.items())
+    return (
+        "linear: attention that reads tokens can pool each token with its own sign, and W undo it: 2^(V - 1) metastable "
+        "states, in which c1 and cG are averages over signs. Adam's runs above the pooling transition that ended in a mixed one: "
+        f"{told}. The order-parameter theory is for equal signs, the global minimum."
+    )
 
 
 def _listed(points: list[tuple[int, str]]) -> str:
