@@ -306,8 +306,8 @@ def _mixed_signs(results: Measured) -> str:
     told = ", ".join(f"{mixed} of {total} from the {start} start" for start, (mixed, total) in counts.items())
     return (
         "linear: attention that reads tokens can pool each token with its own sign, and W undo it: 2^(V - 1) metastable "
-        "states, in which c1 and cG are averages over signs. Adam's runs above the pooling transition that ended in a mixed one: "
-        f"{told}. The order-parameter theory is for equal signs, the global minimum."
+        "states, in which c1 and cG are averages over signs. Adam's runs above the pooling transition that ended in a mixed "
+        f"one: {told}. The order-parameter theory is for equal signs, the global minimum."
     )
 
 
