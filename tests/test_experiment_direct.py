@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from copyhead.experiment.adam import NEVER, AdamSettings, train
-from copyhead.experiment.cells import assemble
+from copyhead.experiment.cells import assemble, data_sets
 from copyhead.experiment.diagnostics import over_chains
 from copyhead.experiment.direct import NO_TOKEN, DirectPath, squared_error_gradient
 from copyhead.experiment.langevin import LangevinSettings, sample
@@ -16,6 +16,7 @@ from copyhead.experiment.path import path
 from copyhead.model import network, targets, tokens
 from copyhead.model.network import Circuits, Network
 from copyhead.problem import Problem, ProblemError
+from copyhead.theory.full_network import minimise_network, symmetric
 from copyhead.theory.transition import phases
 
 PROBLEM = Problem(length=7, vocab=3, noise=0.8, token_scale=0.6, position_scale=1.2)
@@ -103,13 +104,13 @@ def test_the_positional_network_has_the_same_gradient_through_moments_and_throug
         assert np.abs(part - other).max() < FLOAT32 * np.abs(other).max()
 
 
-@pytest.mark.parametrize("net", [KERNEL, EMBEDDED])
-def test_the_chunk_of_sequences_and_of_cells_does_not_matter(net):
+@pytest.mark.parametrize(("net", "batch"), [(KERNEL, None), (EMBEDDED, None), (KERNEL, 20)])
+def test_the_chunk_of_sequences_and_of_cells_does_not_matter(net, batch):
     runs = [(count, seed, "small", 20.0) for seed in range(3) for count in (45, 60)]
     settings = AdamSettings(60)
     trained = []
     for size, cells in ((None, None), (7, 2), (16, 5)):
-        way = DirectPath(PROBLEM, net, chunk=size)
+        way = DirectPath(PROBLEM, net, batch=batch, chunk=size)
         trained.append(train(assemble(way, runs), way, settings, chunk=cells).weights)
     for other in trained[1:]:
         for part, reference in zip(other, trained[0], strict=True):
@@ -204,6 +205,39 @@ def test_sampled_queries_and_keys_have_the_logits_of_their_own_prior_and_not_of_
         assert abs(found.mean - getattr(own, name)) < 4 * found.error, name
     found = over_chains(np.asarray(seen.cG))
     assert found.mean - fused.cG > 20 * found.error
+
+
+def test_linear_attention_that_reads_tokens_has_metastable_signs_of_tokens():
+    """The sign of a key token in pt and tt, and of the row of W that reads it, is free where pp and tp are zero."""
+    problem = Problem(length=8, vocab=3, noise=0.6, token_scale=1.0, attention="linear")
+    draw = np.random.default_rng(0).standard_normal
+    pt, tt, output = (draw(shape) for shape in ((8, 3), (3, 3), (3, 3)))
+    data = np.random.default_rng(1).integers(0, 3, (20, 8))
+    signs = np.array([1.0, -1.0, 1.0])
+    turn = ((pt, tt, output), (pt * signs, tt * signs, signs[:, None] * output))
+    plain, turned = (
+        network.forward(Circuits(jnp.zeros((8, 8)), jnp.asarray(a), jnp.zeros((3, 8)), *map(jnp.asarray, b)), data, "linear")
+        for a, *b in turn
+    )
+    np.testing.assert_allclose(plain, turned, atol=1e-5)
+    # above the pooling transition; a random pattern of 3 signs is a mixed one three times in four
+    way = DirectPath(problem, KERNEL)
+    trained = train(assemble(way, [(40, seed, "small", 1.0) for seed in range(8)]), way, AdamSettings(2000, 0.03))
+    seen = measure_all(trained.weights, yardstick(problem, KERNEL, 64), problem)
+    mixed = np.asarray(seen.signs) < 1
+    assert 0 < mixed.sum() < 8
+    assert trained.converged[mixed].all()
+    for seed in np.flatnonzero(mixed):
+        sequences = data_sets(problem, [40], int(seed))[0]
+        state, copy = (
+            minimise_network(problem, sequences, jax.tree.map(lambda part: np.asarray(part, float), start))
+            for start in (
+                jax.tree.map(lambda part, seed=seed: part[seed], trained.weights),
+                symmetric(phases(problem.replace(content=True)).minima(40)[0].order_parameters, problem),
+            )
+        )
+        assert state.converged
+        assert state.action > copy.action  # equal signs are the global minimum
 
 
 def test_a_run_that_diverges_is_marked_with_a_step_and_leaves_the_others_alone():

@@ -69,10 +69,13 @@ def test_networks_that_read_tokens_have_the_same_tables_and_figures(tmp_path, ki
     assert {row["quantity"] for row in rows} == {"c1", "cG", "cI", "cS", "a1", "aG", "loss"}
     if kind == "embedded":
         with (tmp_path / "run" / "departure.csv").open() as file:
-            assert {row["width"] for row in csv.DictReader(file)} == {"16", "32"}
+            departed = list(csv.DictReader(file))
+        assert {row["width"] for row in departed} == {"16", "32"}
+        assert {row["quantity"] for row in departed} == {"c1", "cG", "cI", "cS", "a1", "aG", "loss"}
     page = (tmp_path / "run" / "report.html").read_text()
     assert f"Network: {kind}" in page
     assert "Attention reads the tokens" in page
+    assert "nan" not in re.sub(r"base64,[^\"]*", "", page).lower().replace("dominan", "")
     assert summary.lost == []
 
 

@@ -207,7 +207,8 @@ def reproduce(
     fields["embedding_variance"] = embedding_variance
     architecture = {name: value for name, value in fields.items() if value is not None}
     if network != "embedded" and len(architecture) > (network is not None):
-        raise ProblemError(f"network = {network or 'positional'!r}: {', '.join(list(architecture))} need network = embedded")
+        given = ", ".join(name for name in architecture if name != "kind")
+        raise ProblemError(f"network = {network or 'positional'!r}: must be embedded with {given}")
     chosen["network"] = Network(**architecture)
     if grid is not None:
         chosen["grid"] = tuple(part.strip() for part in grid.split(","))

@@ -20,7 +20,7 @@ from copyhead.experiment.path import path
 from copyhead.model.network import Network
 from copyhead.problem import Problem, ProblemError
 from copyhead.report import figures, html
-from copyhead.report.claims import claims, departure_remarks, remarks
+from copyhead.report.claims import claims, departure_remarks, network_remarks, remarks
 from copyhead.study import compare
 from copyhead.study.diagram import Axis, Diagram, diagram
 from copyhead.study.run import run
@@ -104,7 +104,7 @@ def reproduce(
     if network.kind != "positional":
         base = base.replace(token_scale=base.token_scale or 1.0, content=True)
     spec = Reproduction(**{**settings_for(network, quick), **settings, "problem": base})
-    path(spec.problem, spec.network, spec.batch)  # refuses what does not go together
+    path(spec.problem, spec.network, spec.batch)  # refuses what does not go together, as do the scales of the two chi
     work = parts(spec)  # refuses impossible sizes before anything is written
     store = Store(Path(out), spec.identity, {"settings": json.loads(spec.model_dump_json())})
     with progress("training and sampling", sum(part.weight for part in work)) as advance:
@@ -132,7 +132,7 @@ def reproduce(
             quick=quick,
             transitions=transitions,
             agreements=agreements,
-            remarks=[*remarks(rows, measured), *departure_remarks(departed), *lost],
+            remarks=[*network_remarks(spec), *remarks(rows, measured), *departure_remarks(departed), *lost],
             claims=claims(spec.problem, measured, transitions, agreements, growth),
             columns=list(dict.fromkeys(key for row in rows for key in row)),
             grid=rows,

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from copyhead.experiment.packed import Shared
 from copyhead.model import targets
-from copyhead.model.network import Circuits, Network, Positional, Scale, Weights, circuits, scales
+from copyhead.model.network import Circuits, Network, Positional, Scale, Split, Weights, circuits, scales
 from copyhead.problem import Attention, Problem, ProblemError
 
 # Working memory of one chunk of sequences for one cell, in float32 numbers: about the fastest.
@@ -242,24 +243,32 @@ class DirectPath:
     def sequences(self, data: Anchored) -> Int[Array, "cell"]:
         return data.counts
 
-    def stiff(self, start: Weights) -> list[tuple[Array, float] | None]:
-        """See `Path.stiff`. A row of pp, or of tp, has L keys; a token is a key at L / V positions, +- (L / V)^(1/2)."""
+    def shared(self, start: Weights) -> list[Shared | None]:
+        """A row of pp, or of tp, has L keys; a token is a key at L / V positions, +- (L / V)^(1/2), and as many queries."""
         problem, cells = self.problem, len(start[0])
         length, vocab = problem.length, problem.vocab
-        tokens = (1 / vocab + 1 / length) / vocab
+        position, token = problem.position_scale, problem.token_scale
+        tokens, mixed, query = (1 / vocab + 1 / length) / vocab, 1 / (length * vocab), 1 / length**2
+        query = query if problem.attention == "linear" else 0.0  # softmax: a position is the target of one query only
         if isinstance(start, Positional):
             return [None, None]
         if isinstance(start, Circuits):
             uniform = jnp.full((cells, length, 1), length**-0.5)
             every = jnp.broadcast_to(jnp.eye(vocab), (cells, vocab, vocab))
-            mixed = 1 / (length * vocab)
-            return [(uniform, 1 / length**2), (every, mixed + 1 / length**2), (uniform, mixed), (every, tokens), None]
+            return [
+                Shared(uniform, 1 / length**2), Shared(every, mixed + 1 / length**2), Shared(uniform, mixed, query),
+                Shared(every, tokens), None,
+            ]  # fmt: skip
+        leverage = (position / length + token / vocab) ** 2 + token**2 * tokens
+        if isinstance(start, Split):
+            # a factor moves U by its change times the other, whose square is d_h g / chi per row, and some times that with data
+            square = 4 * (start.query.shape[-1] * problem.logit_variance / problem.chi) ** 0.5
+            return [Shared(None, 0.0, leverage * square) if name in ("query", "key") else None for name in start._fields]
         # in the embedded network all keys share one matrix: the mean of the positions, and the tokens
-        mean = problem.position_scale**0.5 * start.positions.mean(axis=-2, keepdims=True)
-        keys = jnp.concatenate([mean, problem.token_scale**0.5 * start.tokens], axis=-2)
-        frame, _ = jnp.linalg.qr(keys.mT)
-        leverage = (problem.position_scale / length + problem.token_scale / vocab) ** 2 + problem.token_scale**2 * tokens
-        return [(frame, leverage) if name == "query_key" else None for name in start._fields]
+        mean = position**0.5 * start.positions.mean(axis=-2, keepdims=True)
+        frame, _ = jnp.linalg.qr(jnp.concatenate([mean, token**0.5 * start.tokens], axis=-2).mT)
+        known = Shared(frame, leverage, position * token * query)
+        return [known if name == "query_key" else None for name in start._fields]
 
     @property
     def variances(self) -> Any:

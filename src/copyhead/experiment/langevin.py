@@ -80,7 +80,7 @@ def langevin_step(
 class Step(NamedTuple):
     """eps of one weight; a constant matrix, so that it leaves the target as it is.
 
-    bulk: eps. stiff: eps within `frame`, orthonormal columns for the last axis of the weight; None if there is no such part.
+    bulk: eps. stiff: eps within `frame`, orthonormal columns for the last axis of the weight; None: bulk everywhere.
     """
 
     bulk: Float[Array, "..."] | float
@@ -139,22 +139,29 @@ def chains(
     return Sampled(jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), trace), first)
 
 
+# eps times a bound on the curvature of E, for logits that many positions share; the limit of stability is 2.
+SHARED_COURANT = 0.8
+
+
 def step_sizes(path: Path, start: Any, sequences: Float[Array, "cell"], settings: LangevinSettings) -> Any:
     """The Step of each weight: that of the logits times min(1, g), and for the output map from its curvature.
 
-    Linear attention that reads tokens has stiff directions, see `Path.stiff`: there a step is bounded by their curvature,
-    1/g + leverage C, with C = P scored w_u^2 / (V kappa) that of a common shift of all logits for a copying network.
+    Where positions share logits, see `Path.shared`, a step is bounded by their curvature 1/g + leverage C, with
+    C = P scored w^2 / (V kappa) that of a common shift of all logits (linear), or of all of one token (softmax). w^2 is that of
+    a copying network for linear attention (model.network.copying), and L/4, the most that any attention asks for, for softmax:
+    w = (aG + 1/L) / (aG^2 + 1/L). A step beyond the limit of stability would not diverge but end in a cycle, whatever chi is.
     """
     problem = path.problem
     curvature = output_curvature(sequences, problem)
-    bulk = [0.0 if g is None else settings.step_logits * min(1.0, g) for g in path.variances]
-    steps = [Step(eps) for eps in bulk]
-    if problem.attention == "linear":
-        gain = problem.length / (problem.length * problem.vocab) ** 0.25  # w_u of a copying network, model.network.copying
-        shift = sequences * gain**2 * problem.scored / (problem.vocab * problem.kappa)
-        for index, found in enumerate(path.stiff(start)):
-            if found is not None:
-                frame, leverage = found
-                bound = settings.output_courant / (1 / path.variances[index] + leverage * shift)
-                steps[index] = Step(bulk[index], jnp.minimum(bound, bulk[index])[:, None, None], frame)
+    steps = [Step(0.0 if g is None else settings.step_logits * min(1.0, g)) for g in path.variances]
+    square = problem.length**1.5 / problem.vocab**0.5 if problem.attention == "linear" else problem.length / 4
+    shift = sequences * square * problem.scored / (problem.vocab * problem.kappa)
+    for index, found in enumerate(path.shared(start)):
+        if found is not None:
+            largest = steps[index].bulk
+            within, elsewhere = (
+                jnp.minimum(SHARED_COURANT / (1 / path.variances[index] + leverage * shift), largest)[:, None, None]
+                for leverage in (found.leverage, found.elsewhere)
+            )
+            steps[index] = Step(elsewhere, within, found.frame)
     return type(path.variances)(*steps)._replace(output=Step((settings.output_courant / curvature)[:, None, None]))

@@ -45,6 +45,7 @@ class ContentObservables(NamedTuple):
     c1: mean logit between other positions with other tokens, all blocks. cG, cS: from block pp. cI: from block tt. a1, aG: of
     attention averaged over fresh sequences. loss, fresh: both on fresh sequences, there being no closed form. pt, tp: means of
     the token-position blocks. content: root mean square of how far the logits of these two blocks depend on the token.
+    signs: |sum of the signs of W_vv| / V, one if all tokens are served with the same sign (docs/theory.md, section 8).
     """
 
     c1: Float[Array, "..."]
@@ -59,6 +60,7 @@ class ContentObservables(NamedTuple):
     pt: Float[Array, "..."]
     tp: Float[Array, "..."]
     content: Float[Array, "..."]
+    signs: Float[Array, "..."]
 
 
 class Yardstick(NamedTuple):
@@ -146,6 +148,7 @@ def _content(net: Circuits, yardstick: Yardstick, problem: Problem) -> ContentOb
         by_key.mean(),
         by_query.mean(),
         jnp.sqrt(sum(jnp.mean(part**2) for part in deviations)),
+        jnp.abs(jnp.sum(jnp.sign(jnp.diagonal(net.output)))) / vocab,
     )
 
 

@@ -99,6 +99,18 @@ def _token_bases(vocab: int) -> tuple[np.ndarray, np.ndarray]:
     return symmetric.reshape(-1, vocab**2).astype(np.float32), general.reshape(-1, vocab**2).astype(np.float32)
 
 
+class Shared(NamedTuple):
+    """What many positions share of a weight: logits of a token as key or query, and of the mean key.
+
+    frame: orthonormal columns for the last axis of the weight, the keys that are shared. leverage: the largest curvature of E
+    within the frame, by its part in that of a common shift of all logits; elsewhere: outside of it.
+    """
+
+    frame: Float[Array, "cell n k"] | None
+    leverage: float
+    elsewhere: float = 0.0
+
+
 @dataclass(frozen=True)
 class PackedPath:
     """Gradient of E by (G, W) of the positional network through token moments. Fixed when a step loop is compiled."""
@@ -146,8 +158,8 @@ class PackedPath:
     def sequences(self, data: Packed) -> Float[Array, "cell"]:
         return data.sequences
 
-    def stiff(self, start: Transposed) -> list[tuple[Array, float] | None]:
-        """None: no logit is shared by positions."""
+    def shared(self, start: Transposed) -> list[Shared | None]:
+        """Nothing: a logit is that of one pair of positions."""
         return [None, None]
 
     @property

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from copyhead.experiment.direct import DirectPath
-from copyhead.experiment.packed import PackedPath
+from copyhead.experiment.packed import PackedPath, Shared
 from copyhead.model.network import Network, Weights
 from copyhead.problem import Problem
 
@@ -55,13 +55,8 @@ class Path(Protocol):
         """P of each cell."""
         ...
 
-    def stiff(self, start: Any) -> list[tuple[Array, float] | None]:
-        """For each weight: the keys whose logits many positions share, as a frame of its last axis, and its leverage.
-
-        A token stands at many positions, and the uniform key at all: what is added to their logits adds up in linear attention.
-        leverage: the largest curvature of E within the frame, relative to that by a common shift of all logits (by its part in
-        P scored w^2 / (V kappa)). None: no part of that weight is stiffer than the rest.
-        """
+    def shared(self, start: Any) -> list[Shared | None]:
+        """For each weight what many positions share of it; None: nothing."""
         ...
 
 

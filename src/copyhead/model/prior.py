@@ -113,6 +113,13 @@ def spectral_energy(squared: Float[Array, "n"], multiplicity: Float[Array, "n"],
     return prior.head_ratio * jnp.sum(multiplicity * rate(squared / (prior.logit_variance * prior.head_ratio)))
 
 
+def matrix_energy(whitened: Float[Array, "n n"], prior: Prior) -> Float[Array, ""]:
+    """`spectral_energy` of the singular values of a matrix, with derivatives also where they are equal."""
+    if prior.head_ratio is None:
+        return jnp.sum(whitened**2) / (2 * prior.logit_variance)
+    return prior.head_ratio * _trace_rate(whitened @ whitened.T / (prior.logit_variance * prior.head_ratio))
+
+
 def logit_energy(logits: Float[Array, "R K"], layout: Layout, prior: Prior) -> Float[Array, ""]:
     """The energy of the logits: minus the log of their prior density, divided by chi, for chi -> infinity.
 
@@ -129,8 +136,7 @@ def logit_energy(logits: Float[Array, "R K"], layout: Layout, prior: Prior) -> F
     edges = gamma * (rows[:, None] + columns) - gamma**2 * jnp.sum(layout.rows * rows)
     whitened = (logits - edges) / prior.position_scale
     if logits.shape[0] == logits.shape[1]:
-        scale = prior.logit_variance * prior.head_ratio
-        return prior.head_ratio * _trace_rate(whitened @ whitened.T / scale)
+        return matrix_energy(whitened, prior)
     return spectral_energy(*layout.squared_singular_values(whitened), prior)
 
 

@@ -11,6 +11,7 @@ from copyhead.experiment.adam import GRADIENT_TOLERANCE
 from copyhead.problem import Problem
 from copyhead.study.compare import AGREEMENT, Agreement, Measured
 from copyhead.study.scaling import Scaling
+from copyhead.study.spec import Reproduction
 from copyhead.study.width import Departure
 from copyhead.theory.leading_order import leading_order
 from copyhead.theory.transition import phases
@@ -39,7 +40,7 @@ def claims(
     The quoted numbers are for the paper's sizes, which the preset stands for; at other sizes they are not judged.
     """
     found: list[Claim] = []
-    preset = problem == Problem.preset("paper", chi=problem.chi)
+    preset = problem.replace(token_scale=0.0, content=False) == Problem.preset("paper", chi=problem.chi)
     if "softmax" in measured:
         found += [_softmax(measured["softmax"], preset), _scaling(growth), _gain(problem, measured, growth)]
     if "linear" in measured:
@@ -159,9 +160,10 @@ def _tokens_in_the_kernel(problem: Problem, measured: dict[str, Measured]) -> Cl
             for variant in variants:
                 own = phases(problem.replace(attention=attention, sequences=None, **variant))
                 places.append(next((t.P for t in own.transitions if t.kind == kind), math.nan))
-            found.append(f"{attention} ({kind}): P = {places[0]:.2f} without, {places[1]:.2f} and {places[2]:.2f} with tokens")
+            none, prior, read = map(_number, places)
+            found.append(f"{attention} ({kind}): P = {none} without, {prior} and {read} with tokens")
             ratios[attention] = places[2] / places[0]
-    moved = ", ".join(f"{name} by a factor {ratio:.3f}" for name, ratio in ratios.items())
+    moved = ", ".join(f"{name} by a factor {_number(ratio)}" for name, ratio in ratios.items())
     return Claim(
         "tokens in the logits (tau_x) bring the pooling of linear attention to small P; the softmax transition stays in place",
         "; ".join(found) + " (in the prior alone, and with attention that reads them)",
@@ -170,19 +172,21 @@ def _tokens_in_the_kernel(problem: Problem, measured: dict[str, Measured]) -> Cl
 
 
 def _equal_tokens(attention: str, results: Measured) -> Claim:
-    """The largest cI of theory and of converged training over the grid."""
+    """The range of cI over the grid, of theory and of converged training."""
     theory = [float(results.theory.minima(place)[0].order_parameters.cI) for place in results.adam.sequences]  # type: ignore[union-attr]
     data = results.adam.data
     trained = data.cI.where(data.gradient < GRADIENT_TOLERANCE).mean("seed").values
     trained = trained[np.isfinite(trained)]
     largest = max(map(abs, theory))
+    copying = [float(results.theory.minima(place)[0].order_parameters.cG) for place in results.adam.sequences]
     found = f"theory: cI from {min(theory):.3f} to {max(theory):.3f} over the grid"
     if trained.size:
         found += f"; Adam, means over data sets: from {trained.min():.3f} to {trained.max():.3f}"
     return Claim(
         f"{attention} attention does not learn to attend to equal tokens (cI near zero)",
         found,
-        f"small, |cI| up to {largest:.2f}, not zero: a head looks away from tokens equal to its own",
+        f"|cI| up to {largest:.2f}, against cG up to {max(copying):.2f}"
+        + (": a head looks away from tokens equal to its own" if max(theory) <= 0 else ""),
     )
 
 
@@ -191,7 +195,7 @@ def departure_remarks(found: dict[str, Departure]) -> list[str]:
     lines = []
     for attention, departure in found.items():
         for row in departure.rows():
-            if row["width"] in (departure.widths[0], departure.widths[-1]):
+            if row["quantity"] == "cG" and row["width"] in (departure.widths[0], departure.widths[-1]) and row["error"] > 0:
                 lines.append(
                     f"{attention}, P = {row['P']}, g_E = {row['embedding_variance']:g}, d_model = {row['width']}: cG is "
                     f"{row['measured']:+.4f} ± {row['error']:.4f} from that of the kernel limit on the same data (theory of "
@@ -231,6 +235,36 @@ def _within(place: float, quoted: tuple[float, float], preset: bool) -> str:
     return "reproduced" if quoted[0] <= place <= quoted[1] else "found, but not near the quoted number"
 
 
+def network_remarks(spec: Reproduction) -> list[str]:
+    """What the theory beside a network does not contain, or what its training does not minimise."""
+    network, problem, found = spec.network, spec.problem, []
+    if network.kind == "embedded" and problem.head_dimension is not None:
+        found.append(
+            f"Separate query and key matrices (d_h = {problem.head_dimension}): Adam with L2 on both minimises a nuclear "
+            "norm of the logits, not the energy whose minimum the theory is (docs/theory.md, section 10). It is shown, not "
+            "judged; SGLD samples the posterior."
+        )
+    if network.kind == "embedded" and network.embedding == "gaussian":
+        share = (problem.length + problem.vocab) / network.width
+        dearer = f"by a factor {1 / (1 - share) ** 2:.2f} here" if share < 1 else "without bound, d_model being below L + V"
+        found.append(
+            "Normal embeddings overlap: the theory beside them is that of orthonormal ones, and the cost of the logits differs "
+            f"from it before any training, {dearer}."
+        )
+    if network.kind == "embedded" and network.embedding == "orthogonal" and network.width < problem.length + problem.vocab:
+        found.append(
+            f"d_model = {network.width} is below L + V = {problem.length + problem.vocab}: embeddings cannot be orthonormal, "
+            "and the theory beside them is that of the kernel limit."
+        )
+    if spec.batch is not None:
+        found.append(
+            f"Mini-batches of {spec.batch}: the last steps of Adam scatter, so that its gradient does not pass the gate and "
+            "its points are not judged. SGLD has the noise of the batches on top of its own, of relative size eps chi times "
+            "the variance of the gradient over two; it samples exp(-chi E) only for eps chi -> 0."
+        )
+    return found
+
+
 def remarks(rows: list[dict[str, Any]], measured: dict[str, Measured]) -> list[str]:
     """Why points disagree, with the numbers of this run."""
     found = []
@@ -249,6 +283,8 @@ def remarks(rows: list[dict[str, Any]], measured: dict[str, Measured]) -> list[s
                 f"can be larger than the scatter between them. Converged Adam runs differ from the exact theory by at most "
                 f"{max(adam):.1e} in cG."
             )
+        if attention == "linear" and "signs" in measured[attention].adam.data:
+            found.append(_mixed_signs(measured[attention]))
         if slow:
             found.append(
                 f"{attention}: Adam had not converged in every data set (gradient above {GRADIENT_TOLERANCE:g}) at "
@@ -257,6 +293,22 @@ def remarks(rows: list[dict[str, Any]], measured: dict[str, Measured]) -> list[s
         if off:
             found.append(f"{attention}: Adam is more than {AGREEMENT:g} errors from the exact theory at {_listed(off)}.")
     return found
+
+
+def _mixed_signs(results: Measured) -> str:
+    """How many runs ended in a state where some tokens are served with the other sign, by start."""
+    data = results.adam.data
+    above = data.sel(P=[place for place in results.adam.sequences if place > results.theory.transitions[0].P])
+    counts = {
+        str(start): (int((above.signs.sel(start=start) < 1).sum()), int(above.signs.sel(start=start).size))
+        for start in above.start.values
+    }
+    told = ", ".join(f"{mixed} of {total} from the {start} start" for start, (mixed, total) in counts.items())
+    return (
+        "linear: attention that reads tokens can pool each token with its own sign, and W undo it: 2^(V - 1) metastable "
+        "states, in which c1 and cG are averages over signs. Adam's runs above the pooling transition that ended in a mixed "
+        f"one: {told}. The order-parameter theory is for equal signs, the global minimum."
+    )
 
 
 def _listed(points: list[tuple[int, str]]) -> str:

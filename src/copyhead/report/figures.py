@@ -22,7 +22,7 @@ from copyhead.study.compare import Curves, Measured
 from copyhead.study.diagram import Diagram
 from copyhead.study.scaling import Scaling
 from copyhead.study.spec import Reproduction
-from copyhead.study.width import Departure
+from copyhead.study.width import QUANTITIES, Departure
 from copyhead.theory.action import at, reduced_action, row_entries
 from copyhead.theory.transition import Phases
 
@@ -145,6 +145,8 @@ def order_parameters(results: Measured, spec: Reproduction) -> Figure:
             for (factor, data), marker in zip(results.sgld.items(), ("v", "^"), strict=False):
                 label = rf"SGLD $\chi$ = {spec.problem.chi * factor:g}, {start} start"
                 _dots(panel, data, quantity, start, marker, colour, label, filled=True, size=SIZES[start] - 2)
+        if high > 50 * low:  # pooling of linear attention that reads tokens is far below copying
+            panel.set_xscale("log")
     legend = axes.flat[-1]
     legend.axis("off")
     handles, labels = axes.flat[0].get_legend_handles_labels()
@@ -242,13 +244,14 @@ def departures(found: dict[str, Departure]) -> Figure:
     for index, (attention, rows) in enumerate(found.items()):
         for side, panel in enumerate(axes[0, 2 * index : 2 * index + 2]):
             place = rows.sequences[side]
+            copying = QUANTITIES.index("cG")
             for (variance, values), colour in zip(rows.measured.items(), (RED, BLUE, GREEN, ORANGE), strict=False):
                 inverse = 1 / np.array(rows.widths, float)
-                mean, error = values[:, side, 0], values[:, side, 1]
+                mean, error = values[:, side, copying], rows.error[variance][:, side, copying]
                 label = f"Adam, $g_E$ = {variance:g}"
                 panel.errorbar(inverse, mean, error, fmt="o", color=colour, mfc="none", label=label)
                 order = np.argsort(inverse)
-                panel.plot(inverse[order], rows.theory[variance][order, side], color=colour, lw=1.2)
+                panel.plot(inverse[order], rows.theory[variance][order, side, copying], color=colour, lw=1.2)
             panel.axhline(0, color=GREY, lw=0.7, ls=":")
             panel.set(
                 xscale="log", xlabel=r"$1/d_\mathrm{model}$", title=f"{attention}, P = {place}",

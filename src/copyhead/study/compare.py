@@ -14,7 +14,7 @@ from copyhead.experiment.adam import GRADIENT_TOLERANCE, NEVER
 from copyhead.experiment.diagnostics import NOTHING, RHAT_GATE, Estimate, between_starts, over_chains, over_seeds
 from copyhead.experiment.locate import onset, resolution, steepest
 from copyhead.problem import Problem
-from copyhead.study.spec import Part, Reproduction
+from copyhead.study.spec import Part, Reproduction, adapts
 from copyhead.study.store import Store
 from copyhead.theory.content import ContentOrderParameters
 from copyhead.theory.finite_width import finite_width
@@ -59,6 +59,9 @@ class Curves:
         key = (quantity, sequences, start)
         if key not in self.known:
             values = self.data[quantity].sel(P=sequences, start=start)
+            if "diverged" in self.data:
+                kept = self.data.diverged.sel(P=sequences, start=start) == NEVER
+                values = values.isel(seed=np.flatnonzero(kept.values)) if kept.any() else values
             chains = "draw" in values.dims
             self.known[key] = over_chains(values.transpose("seed", "draw").values) if chains else over_seeds(values.values)
         return self.known[key]
@@ -97,10 +100,10 @@ def gather(spec: Reproduction, work: list[Part], store: Store) -> dict[str, Meas
 
 def _joined(work: list[Part], store: Store, prefix: str, attention: str) -> Curves:
     pieces = [store.read(name) for name in sorted(part.name for part in work) if name.startswith(prefix)]
-    return Curves(_signed(xr.concat(pieces, dim="seed", data_vars="all", combine_attrs="drop"), attention))
+    return Curves(signed(xr.concat(pieces, dim="seed", data_vars="all", combine_attrs="drop"), attention))
 
 
-def _signed(data: xr.Dataset, attention: str) -> xr.Dataset:
+def signed(data: xr.Dataset, attention: str) -> xr.Dataset:
     """Turns mirror images (-G, -W) of linear attention into the sector of positive tr W, chain by chain."""
     if attention != "linear":
         return data
@@ -158,6 +161,7 @@ def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[s
                         "quantity": quantity,
                         "population": float(state[quantity]),
                         "width_shift": shift[quantity],
+                        "separate": problem.head_dimension is not None,
                         "exact": exact.mean,
                         "adam": adam.mean,
                         "adam_scatter": adam.scatter,
@@ -198,10 +202,11 @@ def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[s
 def width_shift(spec: Reproduction, problem: Problem, sequences: float, limit: AnyOrderParameters) -> dict[str, float]:
     """Finite width minus kernel limit by the theory of adapting embeddings, where it applies; else nothing."""
     network = spec.network
-    applies = network.kind == "embedded" and network.embedding == "orthogonal" and network.positions == "learned"
-    if not applies or problem.head_dimension is not None or not isinstance(limit, ContentOrderParameters):
+    if not adapts(network, problem) or not isinstance(limit, ContentOrderParameters):
         return dict.fromkeys(limit._fields, 0.0)
     moved = finite_width(problem.replace(sequences=sequences), network.width, network.embedding_variance, limit)
+    if not moved.converged:
+        return dict.fromkeys(limit._fields, float("nan"))
     return {name: float(new) - float(old) for name, new, old in zip(limit._fields, moved.order_parameters, limit, strict=True)}
 
 
@@ -221,8 +226,13 @@ def lost_runs(work: list[Part], store: Store) -> list[str]:
 
 
 def _paired(values: np.ndarray, exact: np.ndarray, least: float) -> float:
-    """Mean over data sets of the difference on the same data set, over its standard error, which is at least `least`."""
-    difference = values - exact
+    """Mean over data sets of the difference on the same data set, over its standard error, which is at least `least`.
+
+    Data sets whose run diverged are left out.
+    """
+    difference = (values - exact)[np.isfinite(values - exact)]
+    if len(difference) < 2:
+        return float("nan")
     error = np.std(difference, ddof=1) / np.sqrt(len(difference))
     return float(np.mean(difference) / max(error, least))
 
@@ -282,6 +292,9 @@ def agreement(rows: list[dict[str, Any]]) -> list[Agreement]:
         ):
             points: dict[tuple[int, str], list[tuple[bool, bool]]] = {}
             for row in rows:
+                # L2 on W_Q and W_K has another minimum than the posterior (docs/theory.md, section 10): nothing to agree with
+                if method == "Adam" and row["separate"]:
+                    continue
                 if row["attention"] == attention and not row["in_window"] and column in row:
                     passed = row["adam_converged"] == 1 if method == "Adam" else _mixed(row)
                     points.setdefault((row["P"], row["start"]), []).append((passed, abs(row[column]) <= AGREEMENT))
@@ -306,7 +319,9 @@ def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[
         jumping = next((t for t in results.theory.transitions if t.window), None)
         for t in results.theory.transitions:
             if t.kind == "first-order" and t.window:
-                rows.append(_row(attention, "P* (equal action)", copying, t.P, {}))
+                pools = attention == "linear" and float(t.before.aG) == 0
+                place = "pooling P* (equal action)" if pools else "P* (equal action)"
+                rows.append(_row(attention, place, scales.pooling if pools else copying, t.P, {}))
                 ends = (
                     ("small", t.window[1], "upper fold", scales.upper_fold if softmax else None),
                     ("copy", t.window[0], "lower fold", None),

@@ -12,26 +12,26 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 
-from copyhead.model.network import Start
+from copyhead.model.network import Network, Start
 from copyhead.problem import Problem
-from copyhead.study.spec import Part, Reproduction, moment_bytes
+from copyhead.study.spec import Part, Reproduction, run_bytes
 from copyhead.study.store import Store, StoreError, write_dataset
+
+if TYPE_CHECKING:
+    from copyhead.experiment.cells import Run
 
 # Fresh sequences that losses are measured on: through moments any number costs the same, through the sequences it does not.
 FRESH_SEQUENCES, FRESH_CONTENT = 4096, 2048
 # Langevin step of the logits: an eighth of what the stiffest logit mode of a copy head allows, some 1.5 / g_W in linear
 # attention and 6 / g_W in softmax at the preset.
 LOGIT_STEPS = {"softmax": 0.03, "linear": 0.1}
-# Memory for the moments of the cells that are assembled at a time.
+# Memory for the data and weights of the cells that are assembled at a time.
 GROUP_BYTES = 1.5e9
-
-# (P, data seed, start, chi)
-Run = tuple[int, int, Start, float]
 
 
 def _grid(observed: Any, dims: tuple[str, ...], shape: tuple[int, ...], coords: dict[str, Any]) -> xr.Dataset:
@@ -49,16 +49,16 @@ def _train(problem: Problem, spec: Reproduction, runs: list[Run], steps: int) ->
     settings, way = AdamSettings(steps, spec.adam_rate), path(problem, spec.network, spec.batch)
     against = yardstick(problem, spec.network, FRESH_CONTENT if problem.content else FRESH_SEQUENCES)
     found = []
-    for group in _groups(problem, runs):
+    for group in _groups(problem, spec.network, runs):
         trained = train(assemble(way, group), way, settings)
         found.append((measure_all(trained.weights, against, problem), trained.gradient, trained.diverged))
     observed, gradients, diverged = zip(*found, strict=True)
     return _joined(list(observed)), np.concatenate(gradients), np.concatenate(diverged)
 
 
-def _groups(problem: Problem, runs: list[Run]) -> Iterator[list[Run]]:
+def _groups(problem: Problem, network: Network, runs: list[Run]) -> Iterator[list[Run]]:
     """Runs whose data, as they are and arranged for the step loop, fit GROUP_BYTES together."""
-    size = max(1, int(GROUP_BYTES / (3 * moment_bytes(problem))))
+    size = max(1, int(GROUP_BYTES / run_bytes(problem, network)))
     for first in range(0, len(runs), size):
         yield runs[first : first + size]
 
@@ -110,7 +110,7 @@ def langevin_cells(problem: Problem, spec: Reproduction, sequences: list[int], s
     sampled = problem.replace(chi=chi, head_dimension=None if heads is None else max(1, round(heads * chi / problem.chi)))
     way = path(sampled, spec.network, spec.batch)
     against = yardstick(problem, spec.network, FRESH_CONTENT if problem.content else FRESH_SEQUENCES)
-    found = [sample(assemble(way, group), way, against, settings) for group in _groups(problem, runs)]
+    found = [sample(assemble(way, group), way, against, settings) for group in _groups(problem, spec.network, runs)]
     shape = (len(sequences), len(seeds), len(STARTS), spec.draws)
     coords = {"P": sequences, "seed": seeds, "start": list(STARTS), "draw": np.arange(spec.draws), "chi": chi}
     dims = ("P", "seed", "start", "draw")
@@ -180,6 +180,7 @@ def _exact_positional(problem: Problem) -> Callable[..., tuple[dict[str, float],
 
 
 def _exact_with_tokens(problem: Problem) -> Callable[..., tuple[dict[str, float], float, bool]]:
+    from copyhead.experiment.observables import ATTENTION_SEQUENCES
     from copyhead.model import tokens
     from copyhead.theory.full_network import measure_network, minimise_network, symmetric
 
@@ -189,7 +190,7 @@ def _exact_with_tokens(problem: Problem) -> Callable[..., tuple[dict[str, float]
         if np.hypot(float(state.c1), float(state.cG)) < 1e-3:
             state = state._replace(c1=BESIDE_ZERO, cG=BESIDE_ZERO)
         found = minimise_network(problem, data, symmetric(state, problem))
-        observed, error = measure_network(found.blocks, problem, fresh)
+        observed, error = measure_network(found.blocks, problem, fresh, ATTENTION_SEQUENCES)
         return {**observed._asdict(), "loss_error": error}, found.gradient, found.converged
 
     return minimum
@@ -202,14 +203,16 @@ def jump_cells(problem: Problem, spec: Reproduction, seeds: list[int], start: St
     those at the two ends of the first bracket.
     """
     low, high = np.full(len(seeds), bracket[0]), np.full(len(seeds), bracket[1])
-    ends, *_ = _train(problem, spec, [(p, s, start, problem.chi) for s in seeds for p in bracket], spec.adam_steps)
+    ends, _, lost = _train(problem, spec, [(p, s, start, problem.chi) for s in seeds for p in bracket], spec.adam_steps)
+    diverged = lost.reshape(len(seeds), 2).max(axis=1)
     levels = np.asarray(ends.aG).reshape(len(seeds), 2)
     threshold = levels.mean(axis=1)
     apart = levels[:, 0] < 0.5 * levels[:, 1]  # otherwise the bracket does not hold the jump, or training was too short
     while np.any(high - low > 1):
         tried = np.round(np.linspace(low, high, spec.sections + 2)[1:-1].T).astype(int)
         runs = [(int(p), seed, start, problem.chi) for seed, row in zip(seeds, tried, strict=True) for p in row]
-        observed, *_ = _train(problem, spec, runs, spec.adam_steps)
+        observed, _, lost = _train(problem, spec, runs, spec.adam_steps)
+        diverged = np.maximum(diverged, lost.reshape(tried.shape).max(axis=1))
         copies = np.asarray(observed.aG).reshape(tried.shape) > threshold[:, None]
         # the place is where the last run that does not copy is followed by one that does
         for index, (row, copied) in enumerate(zip(tried, copies, strict=True)):
@@ -217,8 +220,9 @@ def jump_cells(problem: Problem, spec: Reproduction, seeds: list[int], start: St
             low[index] = max(low[index], failed.max()) if failed.size else low[index]
             above = row[copied & (row > low[index])]
             high[index] = min(high[index], above.min()) if above.size else high[index]
-    places = {name: ("seed", np.where(apart, end, np.nan)) for name, end in (("low", low), ("high", high))}
-    return xr.Dataset(places, coords={"seed": seeds}, attrs={"start": start})
+    known = apart & (diverged < 0)  # a run that diverged counts neither as copying nor as not
+    places = {name: ("seed", np.where(known, end, np.nan)) for name, end in (("low", low), ("high", high))}
+    return xr.Dataset({**places, "diverged": ("seed", diverged)}, coords={"seed": seeds}, attrs={"start": start})
 
 
 def width_cells(problem: Problem, spec: Reproduction, sequences: list[int], seeds: list[int], width: int) -> xr.Dataset:
@@ -248,8 +252,11 @@ def execute(part: Part, spec: Reproduction, path: Path) -> float:
     began = time.perf_counter()
     dataset = METHODS[part.method](part.problem, spec, **part.arguments)
     seconds = time.perf_counter() - began
-    langevin = LOGIT_STEPS[part.problem.attention]
-    size = f"step_logits = {langevin:g}" if part.method == "langevin" else f"learning rate {spec.adam_rate:g}"
+    size = (
+        f"step_logits = {LOGIT_STEPS[part.problem.attention]:g}"
+        if part.method == "langevin"
+        else f"learning rate {spec.adam_rate:g}"
+    )
     dataset.attrs |= {"part": part.name, "step_size": size, "problem": part.problem.to_json(), "seconds": seconds}
     write_dataset(path, dataset)
     return seconds

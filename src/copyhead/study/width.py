@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from copyhead.study.compare import branch_state
+from copyhead.study.compare import branch_state, signed
 from copyhead.study.run import exact_minima
 from copyhead.study.spec import Part, Reproduction
 from copyhead.study.store import Store
@@ -15,36 +15,41 @@ from copyhead.theory.content import ContentOrderParameters
 from copyhead.theory.finite_width import finite_width
 from copyhead.theory.transition import phases
 
+QUANTITIES = ContentOrderParameters._fields
+
 
 class Departure(NamedTuple):
-    """cG minus that of the kernel limit, by d_model (rows of all arrays) and P.
+    """Order parameters minus those of the kernel limit, by d_model, P and quantity (axes of all arrays).
 
-    measured: by g_E; mean over data sets of the difference to the exact minimum of the kernel limit on the same data set, and
-    its standard error. theory: by g_E; the same difference for population moments. cG: of the kernel limit, by P.
+    measured, error: by g_E; mean over data sets of the difference to the exact minimum of the kernel limit on the same data
+    set, and its standard error. theory: by g_E; the same difference for population moments. limit: population, by P, quantity.
     """
 
     widths: list[int]
     sequences: list[int]
-    measured: dict[float, Float[np.ndarray, "width P 2"]]
-    theory: dict[float, Float[np.ndarray, "width P"]]
-    cG: list[float]
+    measured: dict[float, Float[np.ndarray, "width P q"]]
+    error: dict[float, Float[np.ndarray, "width P q"]]
+    theory: dict[float, Float[np.ndarray, "width P q"]]
+    limit: Float[np.ndarray, "P q"]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each P, g_E and d_model."""
+        """One row for each P, quantity, g_E and d_model."""
         return [
             {
                 "P": place,
-                "cG_limit": self.cG[column],
+                "quantity": quantity,
+                "limit": float(self.limit[column, index]),
                 "embedding_variance": variance,
                 "width": width,
-                "measured": float(values[index, column, 0]),
-                "error": float(values[index, column, 1]),
-                "theory": float(self.theory[variance][index, column]),
-                "measured_times_width": float(values[index, column, 0] * width),
+                "measured": float(self.measured[variance][row, column, index]),
+                "error": float(self.error[variance][row, column, index]),
+                "theory": float(self.theory[variance][row, column, index]),
+                "measured_times_width": float(self.measured[variance][row, column, index] * width),
             }
             for column, place in enumerate(self.sequences)
-            for variance, values in self.measured.items()
-            for index, width in enumerate(self.widths)
+            for index, quantity in enumerate(QUANTITIES)
+            for variance in self.measured
+            for row, width in enumerate(self.widths)
         ]
 
 
@@ -61,21 +66,23 @@ def _departure(spec: Reproduction, own: list[Part], store: Store) -> Departure:
     own = sorted(own, key=lambda part: part.arguments["width"])
     problem, places, seeds = own[0].problem, own[0].arguments["sequences"], own[0].arguments["seeds"]
     found = phases(problem, reach=places)
-    exact = exact_minima(problem, places, seeds, ("copy",)).cG.isel(start=0)
+    exact = exact_minima(problem, places, seeds, ("copy",)).isel(start=0)
     states = [branch_state(found, place, "copy").order_parameters for place in places]
-    measured = {variance: np.empty((len(own), len(places), 2)) for variance in spec.width_variances}
-    theory = {variance: np.empty((len(own), len(places))) for variance in spec.width_variances}
+    limit = np.array([[float(value) for value in state] for state in states])
+    shape = len(own), len(places), len(QUANTITIES)
+    measured, error, theory = ({variance: np.full(shape, np.nan) for variance in spec.width_variances} for _ in range(3))
     for row, part in enumerate(own):
-        trained = store.read(part.name).cG
-        sign = np.where(store.read(part.name).overlap < 0, -1.0, 1.0) if problem.attention == "linear" else 1.0
+        trained = signed(store.read(part.name), problem.attention)
         for variance in spec.width_variances:
-            difference = ((trained * sign).sel(embedding_variance=variance) - exact).transpose("P", "seed").values
-            measured[variance][row, :, 0] = difference.mean(axis=1)
-            measured[variance][row, :, 1] = difference.std(axis=1, ddof=1) / len(seeds) ** 0.5
+            for index, quantity in enumerate(QUANTITIES):
+                difference = (
+                    (trained[quantity].sel(embedding_variance=variance) - exact[quantity]).transpose("P", "seed").values
+                )
+                measured[variance][row, :, index] = difference.mean(axis=1)
+                error[variance][row, :, index] = difference.std(axis=1, ddof=1) / len(seeds) ** 0.5
             for column, (place, state) in enumerate(zip(places, states, strict=True)):
                 assert isinstance(state, ContentOrderParameters)
-                limit = finite_width(problem.replace(sequences=place), part.arguments["width"], variance, state)
-                moved = float(limit.order_parameters.cG) - float(state.cG)
-                theory[variance][row, column] = moved if limit.converged else np.nan
-    widths = [part.arguments["width"] for part in own]
-    return Departure(widths, places, measured, theory, [float(state.cG) for state in states])
+                moved = finite_width(problem.replace(sequences=place), part.arguments["width"], variance, state)
+                if moved.converged:
+                    theory[variance][row, column] = np.array(moved.order_parameters) - limit[column]
+    return Departure([part.arguments["width"] for part in own], places, measured, error, theory, limit)

@@ -18,7 +18,7 @@ from scipy.optimize import minimize
 from copyhead.model import targets
 from copyhead.model.attention import attention
 from copyhead.model.network import Circuits
-from copyhead.model.prior import Prior, prior
+from copyhead.model.prior import Prior, matrix_energy, prior
 from copyhead.problem import Attention, Problem
 from copyhead.theory.content import ContentOrderParameters
 from copyhead.theory.full_matrix import ACCEPTED
@@ -58,17 +58,19 @@ def _token_blocks(blocks: Circuits, one_hot: Array, target: Array, kind: Attenti
 
 @partial(jax.jit, static_argnames="kind")
 def _attention_and_error(blocks: Circuits, one_hot: Array, target: Array, kind: Attention) -> tuple[Array, Array]:
-    """Attention summed over sequences, and the squared error of each over the scored positions."""
+    """Attention of each sequence, and its squared error over the scored positions."""
     scored = (jnp.sum(jnp.abs(target), axis=1) > 0)[:, None]
     matrix, heads = _heads(blocks, one_hot, kind)
     misses = (jnp.einsum("ab,pbv->pav", target, one_hot) - heads @ blocks.output) ** 2
-    return matrix.sum(axis=0), jnp.sum(misses * scored, axis=(1, 2))
+    return matrix, jnp.sum(misses * scored, axis=(1, 2))
 
 
-def _logit_energy(blocks: Circuits, problem: Problem) -> Array:
-    position, token = problem.position_scale, problem.token_scale
-    parts = (blocks.pp, position**2), (blocks.pt, position * token), (blocks.tp, position * token), (blocks.tt, token**2)
-    return jnp.asarray(sum(jnp.sum(part**2) / (2 * problem.logit_variance * scale) for part, scale in parts))
+def _logit_energy(blocks: Circuits, problem: Problem, numbers: Prior) -> Array:
+    """Cost of U in units of the embeddings' lengths, U_ij / (tau_i tau_j)^(1/2)."""
+    length, vocab = problem.length, problem.vocab
+    scale = np.repeat([problem.position_scale**-0.5, problem.token_scale**-0.5], [length, vocab])
+    whole = jnp.block([[blocks.pp, blocks.pt], [blocks.tp, blocks.tt]])
+    return matrix_energy(scale[:, None] * whole * scale, numbers)
 
 
 @partial(jax.jit, static_argnames=("problem", "numbers"))
@@ -76,7 +78,8 @@ def _value_and_gradient(
     blocks: Circuits, one_hot: Array, target: Array, problem: Problem, numbers: Prior
 ) -> tuple[Array, Circuits]:
     def action(given: Circuits) -> Array:
-        return _logit_energy(given, problem) + data_energy(_token_blocks(given, one_hot, target, problem.attention), numbers)
+        token_blocks = _token_blocks(given, one_hot, target, problem.attention)
+        return _logit_energy(given, problem, numbers) + data_energy(token_blocks, numbers)
 
     return jax.value_and_grad(action)(blocks)
 
@@ -99,10 +102,10 @@ def minimise_network(
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
     numbers = prior(problem)
     with jax.enable_x64(True):
-        one_hot, target = (
-            jnp.asarray(tokens[..., None] == np.arange(problem.vocab), jnp.float64),
-            jnp.asarray(targets.shift(problem.length, cyclic=problem.cyclic)),
-        )
+        size = int(np.ceil(LADDER ** np.ceil(np.log(len(tokens)) / np.log(LADDER) - 1e-9)))
+        filled = np.pad(tokens, ((0, size - len(tokens)), (0, 0)), constant_values=-1)
+        one_hot = jnp.asarray(filled[..., None] == np.arange(problem.vocab), jnp.float64)
+        target = jnp.asarray(targets.shift(problem.length, cyclic=problem.cyclic))
 
         def blocks(flat: np.ndarray) -> Circuits:
             parts = (part.reshape(shape) for part, shape in zip(np.split(flat, ends), shapes, strict=True))
@@ -126,8 +129,13 @@ def minimise_network(
     return NetworkMinimum(best._replace(output=np.asarray(output)), float(found.fun), gradient, gradient < ACCEPTED)
 
 
-def measure_network(blocks: Circuits, problem: Problem, fresh: Int[np.ndarray, "S L"]) -> tuple[ContentOrderParameters, float]:
+def measure_network(
+    blocks: Circuits, problem: Problem, fresh: Int[np.ndarray, "S L"], attended: int | None = None
+) -> tuple[ContentOrderParameters, float]:
     """Order parameters of any blocks (cG, cS from pp, cI from tt), with attention and loss averaged over fresh sequences.
+
+    Args:
+        attended: how many of the sequences attention is averaged over, by default all.
 
     Returns:
         They, and the standard error of the loss that comes from the number of fresh sequences.
@@ -143,15 +151,16 @@ def measure_network(blocks: Circuits, problem: Problem, fresh: Int[np.ndarray, "
     other = mean(blocks.pp, (1 - own) * (1 - target))
     different = float(np.sum(blocks.tt * (1 - equal)) / (vocab * (vocab - 1)))
     rows = scored[:, 0] / scored[:, 0].sum()
+    most = min(len(fresh), attended or len(fresh))
     with jax.enable_x64(True):
         net = Circuits(*(jnp.asarray(part, jnp.float64) for part in blocks))
         total, errors = np.zeros((length, length)), []
         for first in range(0, len(fresh), MEASURED_TOGETHER):
             one_hot = jnp.asarray(fresh[first : first + MEASURED_TOGETHER, :, None] == np.arange(vocab), jnp.float64)
-            attended, misses = _attention_and_error(net, one_hot, jnp.asarray(target), problem.attention)
-            total += np.asarray(attended)
+            matrices, misses = _attention_and_error(net, one_hot, jnp.asarray(target), problem.attention)
+            total += np.asarray(matrices[: max(0, most - first)].sum(axis=0))
             errors.append(np.asarray(misses) / problem.scored)
-    average = total / len(fresh)
+    average = total / most
     off = mean(average, 1 - target)
     losses = np.concatenate(errors)
     found = ContentOrderParameters(
