@@ -92,7 +92,8 @@ def test_extrapolation_removes_a_shift_of_order_one_over_chi():
 
 
 def test_agreement_counts_points_not_quantities():
-    row = {"attention": "softmax", "start": "small", "in_window": False, "adam_z_paired": 0.0, "adam_converged": 1.0}
+    row = {"attention": "softmax", "start": "small", "in_window": False, "separate": False, "adam_z_paired": 0.0}
+    row["adam_converged"] = 1.0
     rows = [
         row | {"P": 100, "adam_z": 1.0},
         row | {"P": 100, "adam_z": 4.0},
@@ -104,6 +105,12 @@ def test_agreement_counts_points_not_quantities():
     adam = agreement(rows)[0]
     # a point without a number does not agree; one that had not converged neither agrees nor disagrees
     assert (adam.agree, adam.points, adam.gated) == (1, 3, 1)
+
+
+def test_adam_is_not_judged_on_separate_query_and_key_matrices():
+    row = {"attention": "softmax", "start": "small", "in_window": False, "P": 100, "adam_z": 9.0, "adam_z_paired": 9.0}
+    found = agreement([row | {"adam_converged": 1.0, "separate": True}])
+    assert all(a.points == 0 for a in found)
 
 
 def test_paired_differences_see_what_scatter_hides():

@@ -329,7 +329,8 @@ def _execute_all(waiting: list[Part], spec: Reproduction, store: Store, workers:
             "are kept, and the same command goes on from there"
         ) from None
     except BaseException:
-        for process in list((pool._processes or {}).values()):
+        # also one that was only just started, which the pool does not know yet and the end of this process would wait for
+        for process in [*(pool._processes or {}).values(), *multiprocessing.active_children()]:
             process.kill()
         raise
     finally:
