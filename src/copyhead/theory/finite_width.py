@@ -22,21 +22,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from scipy.optimize import minimize
 
 from copyhead.problem import Attention, Problem
 from copyhead.theory.content import ContentOrderParameters, ContentTask, content_blocks, content_order_parameters, content_task
+from copyhead.theory.descent import descend
+from copyhead.theory.posterior import best_output
+from copyhead.theory.saddle_point import QUICK_COMPILATION
 
-# The symmetric minimum is soft near a fold only; a gradient below this leaves the order parameters right to five digits.
+# Newton steps that follow the descent, which ends short of the minimum where that is far from the start and soft.
+NEWTON_STEPS = 10
+# What a gradient must be below, in units in which the priors have curvature one: order parameters are right to five digits.
 ACCEPTED = 1e-6
 
 
 class FiniteWidth(NamedTuple):
-    """order_parameters: as of the kernel limit. stretch: largest change of s, by how much the embeddings adapt."""
+    """order_parameters: as of the kernel limit. stretch: largest change of s, by how much the embeddings adapt.
+
+    converged: whether the gradient vanishes, and the Hessian is positive: it is a minimum.
+    """
 
     order_parameters: ContentOrderParameters
     stretch: float
     converged: bool
+
+
+def _squared_error(coordinates: Float[Array, "4"], output: Float[Array, "2"], task: ContentTask, kind: Attention) -> Array:
+    """Of W with the amplitudes `output` on zero-sum token vectors and on the uniform one, in the population times P."""
+    blocks, w = content_blocks(coordinates, task, kind), output[:, None, None]
+    return blocks.target_square + blocks.inner(w, blocks.attention_square * w - 2 * blocks.overlap)
 
 
 def _energy(x: Float[Array, "n"], task: ContentTask, stiffness: Float[Array, ""], kind: Attention) -> Float[Array, ""]:
@@ -55,17 +68,31 @@ def _energy(x: Float[Array, "n"], task: ContentTask, stiffness: Float[Array, ""]
     mean = c1 + (cG + cS) / length + cI / vocab
     logits = (mean / square) ** 2 + jnp.sum(circulant / modes**4) / position**2 + (vocab - 1) * (cI / token) ** 2 / tokens**4
     outputs = (vocab - 1) * (zero_sum / (tokens * value)) ** 2 + uniform**2 / ((b**2 + c**2) * mean_value**2)
-    blocks = content_blocks(coordinates, task, kind)
-    output = jnp.stack([zero_sum, uniform])[:, None, None]
-    error = blocks.target_square + blocks.inner(output, blocks.attention_square * output - 2 * blocks.overlap)
     times = jnp.concatenate([jnp.stack([vocab - 1, vocab - 1, 1.0, 1.0, 2.0, 1.0]), jnp.ones_like(modes)])
     cost = logits / prior.logit_variance + outputs / prior.output_variance + jnp.sum(times * x[6:] ** 2)
-    return (cost + error / prior.kappa) / 2
+    return (cost + _squared_error(coordinates, x[4:6], task, kind) / prior.kappa) / 2
 
 
 @partial(jax.jit, static_argnames="kind")
 def _value_and_gradient(x: Array, task: ContentTask, stiffness: Array, kind: Attention) -> tuple[Array, Array]:
     return jax.value_and_grad(_energy)(x, task, stiffness, kind)
+
+
+@partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
+def _newton(x: Array, task: ContentTask, stiffness: Array, kind: Attention) -> tuple[Array, Array, Array]:
+    """The place, the gradient and the Hessian after NEWTON_STEPS."""
+
+    def at(y: Array) -> tuple[Array, Array]:
+        gradient = jax.grad(_energy)(y, task, stiffness, kind)
+        return gradient, gradient
+
+    def step(_: int, y: Array) -> Array:
+        hessian, gradient = jax.jacfwd(at, has_aux=True)(y)
+        return y - jnp.linalg.solve(hessian, gradient)
+
+    place = jax.lax.fori_loop(0, NEWTON_STEPS, step, x)
+    hessian, gradient = jax.jacfwd(at, has_aux=True)(place)
+    return place, gradient, hessian
 
 
 def finite_width(problem: Problem, width: float, embedding_variance: float, start: ContentOrderParameters) -> FiniteWidth:
@@ -76,28 +103,16 @@ def finite_width(problem: Problem, width: float, embedding_variance: float, star
         start: order parameters of the branch to follow, from the kernel limit.
     """
     assert problem.sequences is not None
-    task = content_task(problem)._replace(sequences=np.float64(problem.sequences))
-    coordinates = np.array([start.c1, start.cG, start.cI, start.cS], float)
+    kind, stiffness = problem.attention, np.float64(width / embedding_variance)
     with jax.enable_x64(True):
-        blocks = content_blocks(jnp.asarray(coordinates), task, problem.attention)
-        output = (blocks.overlap / (blocks.attention_square + task.prior.ridge)).ravel()
+        task = jax.tree.map(jnp.asarray, content_task(problem)._replace(sequences=np.float64(problem.sequences)))
+        coordinates = jnp.array([start.c1, start.cG, start.cI, start.cS], jnp.float64)
+        output = best_output(content_blocks(coordinates, task, kind), task.prior).ravel()
         first = np.concatenate([coordinates, output, np.zeros(6 + problem.length - 1)])
-        stiffness = np.float64(width / embedding_variance)
-
-        def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
-            value, gradient = _value_and_gradient(x, task, stiffness, problem.attention)
-            return float(value), np.asarray(gradient)
-
-        found = minimize(
-            objective, first, jac=True, method="L-BFGS-B",
-            options={"maxiter": 20000, "maxfun": 40000, "maxcor": 50, "gtol": 1e-9, "ftol": 1e-16},
-        )  # fmt: skip
-        gradient = np.abs(objective(found.x)[1]).max()
-        state = content_order_parameters(jnp.asarray(found.x[:4]), task, problem.attention)
-        blocks = content_blocks(jnp.asarray(found.x[:4]), task, problem.attention)
-        output = jnp.asarray(found.x[4:6])[:, None, None]
-        error = blocks.target_square + blocks.inner(output, blocks.attention_square * output - 2 * blocks.overlap)
-        loss = error / (problem.sequences * problem.scored)
-    values = ContentOrderParameters(*(float(value) for value in state._replace(loss=loss)))
-    stretch = float(np.max(np.abs(found.x[6:])) / stiffness**0.5)
-    return FiniteWidth(values, stretch, bool(gradient < ACCEPTED))
+        near = descend(lambda x: _value_and_gradient(x, task, stiffness, kind), first, ACCEPTED)
+        place, gradient, hessian = _newton(near.place, task, stiffness, kind)
+        loss = _squared_error(place[:4], place[4:6], task, kind) / (problem.sequences * problem.scored)
+        state = content_order_parameters(place[:4], task, kind)._replace(loss=loss)
+    converged = np.max(np.abs(gradient)) < ACCEPTED and np.linalg.eigvalsh(hessian)[0] > 0
+    stretch = float(np.max(np.abs(place[6:])) / stiffness**0.5)
+    return FiniteWidth(ContentOrderParameters(*(float(value) for value in state)), stretch, bool(converged))

@@ -9,22 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from scipy.optimize import minimize
 
 from copyhead.model.attention import attention
 from copyhead.model.energy import loss_per_token
 from copyhead.model.moments import Moments
 from copyhead.problem import Attention
+from copyhead.theory.descent import descend
 from copyhead.theory.order_parameters import OrderParameters, project
 from copyhead.theory.posterior import Task, action, best_output, token_blocks
 
-# L-BFGS stops at the tolerance it is given or where S no longer falls in float64. A gradient entry below this one, with
-# curvature of order one, leaves the logits right to four digits.
-ACCEPTED = 1e-4
-
 
 class FullMinimum(NamedTuple):
-    """A minimum over the full matrix. gradient: largest entry of |grad S| there; converged: whether it is below ACCEPTED."""
+    """A minimum over the full matrix. gradient: largest entry of |grad S| there; converged: see `Descent`."""
 
     logits: Float[np.ndarray, "L L"]
     action: float
@@ -50,17 +46,10 @@ def minimise(task: Task, start: Float[np.ndarray, "L L"], kind: Attention, toler
 
         def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
             value, gradient = _value_and_gradient(flat.reshape(shape), task, kind)
-            return float(value), np.asarray(gradient).ravel()
+            return value, gradient.ravel()
 
-        found = minimize(
-            objective,
-            np.asarray(start, np.float64).ravel(),
-            jac=True,
-            method="L-BFGS-B",
-            options={"maxiter": 5000, "maxfun": 10000, "maxcor": 30, "gtol": tolerance, "ftol": 1e-15},
-        )
-        gradient = float(np.max(np.abs(objective(found.x)[1])))
-    return FullMinimum(found.x.reshape(shape), float(found.fun), gradient, gradient < ACCEPTED)
+        found = descend(objective, start.ravel(), tolerance)
+    return FullMinimum(found.place.reshape(shape), found.value, found.gradient, found.converged)
 
 
 def measure(logits: Float[np.ndarray, "L L"], task: Task, population: Moments, kind: Attention) -> OrderParameters:

@@ -12,16 +12,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
-from scipy.optimize import minimize
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Int
 
 from copyhead.model import targets
 from copyhead.model.attention import attention
-from copyhead.model.network import Circuits
+from copyhead.model.layout import full
+from copyhead.model.network import Circuits, logits
 from copyhead.model.prior import Prior, matrix_energy, prior
 from copyhead.problem import Attention, Problem
 from copyhead.theory.content import ContentOrderParameters
-from copyhead.theory.full_matrix import ACCEPTED
+from copyhead.theory.descent import descend
+from copyhead.theory.order_parameters import project
 from copyhead.theory.posterior import TokenBlocks, best_output, data_energy
 
 # Data sets are filled up with sequences of no token to sizes a step of this ratio apart, so that few sizes are compiled.
@@ -31,7 +33,7 @@ MEASURED_TOGETHER = 512
 
 
 class NetworkMinimum(NamedTuple):
-    """blocks: pp, pt, tp, tt and the best W. gradient: largest entry of |grad S|; converged: whether it is below ACCEPTED."""
+    """blocks: pp, pt, tp, tt and the best W. gradient: largest entry of |grad S|; converged: see `Descent`."""
 
     blocks: Circuits
     action: float
@@ -39,30 +41,29 @@ class NetworkMinimum(NamedTuple):
     converged: bool
 
 
-def _heads(blocks: Circuits, one_hot: Float[Array, "P L V"], kind: Attention) -> tuple[Array, Array]:
-    """Attention (P, L, L) and h = A x (P, L, V); logits by products with one-hot vectors, whose derivatives need no scatter."""
-    by_key = jnp.einsum("av,pbv->pab", blocks.pt, one_hot)
-    by_query = jnp.einsum("pau,ub->pab", one_hot, blocks.tp)
-    logits = blocks.pp + by_key + by_query + (one_hot @ blocks.tt) @ jnp.swapaxes(one_hot, 1, 2)
-    matrix = attention(logits, kind, one_hot.shape[1])
-    return matrix, matrix @ one_hot
+def _heads(blocks: Circuits, tokens: Int[Array, "P L"], target: Array, kind: Attention) -> tuple[Array, Array, Array]:
+    """Attention (P, L, L), h = A x (P, L, V), and what is wanted, T x; h and T x are zero for a sequence of no token."""
+    one_hot = jax.nn.one_hot(tokens, blocks.output.shape[-1], dtype=blocks.pp.dtype)
+    matrix = attention(logits(blocks, tokens), kind, tokens.shape[1])
+    return matrix, matrix @ one_hot, jnp.einsum("ab,pbv->pav", target, one_hot)
 
 
-def _token_blocks(blocks: Circuits, one_hot: Array, target: Array, kind: Attention) -> TokenBlocks:
-    scored = (jnp.sum(jnp.abs(target), axis=1) > 0)[:, None]
-    _, heads = _heads(blocks, one_hot, kind)
-    heads, wanted = heads * scored, jnp.einsum("ab,pbv->pav", target, one_hot)
+def _scored(target: Array) -> Array:
+    return (jnp.sum(jnp.abs(target), axis=1) > 0)[:, None]
+
+
+def _token_blocks(blocks: Circuits, tokens: Array, target: Array, kind: Attention) -> TokenBlocks:
+    _, heads, wanted = _heads(blocks, tokens, target, kind)
+    heads = heads * _scored(target)
     square, overlap = (jnp.einsum("pau,pav->uv", heads, other)[None] for other in (heads, wanted))
     return TokenBlocks(jnp.sum(wanted**2), square, overlap, jnp.ones(1))
 
 
 @partial(jax.jit, static_argnames="kind")
-def _attention_and_error(blocks: Circuits, one_hot: Array, target: Array, kind: Attention) -> tuple[Array, Array]:
+def _attention_and_error(blocks: Circuits, tokens: Array, target: Array, kind: Attention) -> tuple[Array, Array]:
     """Attention of each sequence, and its squared error over the scored positions."""
-    scored = (jnp.sum(jnp.abs(target), axis=1) > 0)[:, None]
-    matrix, heads = _heads(blocks, one_hot, kind)
-    misses = (jnp.einsum("ab,pbv->pav", target, one_hot) - heads @ blocks.output) ** 2
-    return matrix, jnp.sum(misses * scored, axis=(1, 2))
+    matrix, heads, wanted = _heads(blocks, tokens, target, kind)
+    return matrix, jnp.sum((wanted - heads @ blocks.output) ** 2 * _scored(target), axis=(1, 2))
 
 
 def _logit_energy(blocks: Circuits, problem: Problem, numbers: Prior) -> Array:
@@ -75,10 +76,10 @@ def _logit_energy(blocks: Circuits, problem: Problem, numbers: Prior) -> Array:
 
 @partial(jax.jit, static_argnames=("problem", "numbers"))
 def _value_and_gradient(
-    blocks: Circuits, one_hot: Array, target: Array, problem: Problem, numbers: Prior
+    blocks: Circuits, tokens: Array, target: Array, problem: Problem, numbers: Prior
 ) -> tuple[Array, Circuits]:
     def action(given: Circuits) -> Array:
-        token_blocks = _token_blocks(given, one_hot, target, problem.attention)
+        token_blocks = _token_blocks(given, tokens, target, problem.attention)
         return _logit_energy(given, problem, numbers) + data_energy(token_blocks, numbers)
 
     return jax.value_and_grad(action)(blocks)
@@ -98,35 +99,25 @@ def minimise_network(
     problem: Problem, tokens: Int[np.ndarray, "P L"], start: Circuits, tolerance: float = 1e-6
 ) -> NetworkMinimum:
     """Minimises S on a data set from a start (L-BFGS in float64), within the basin that the start lies in."""
-    shapes = [np.shape(part) for part in start[:-1]]
-    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
-    numbers = prior(problem)
+    numbers, target = prior(problem), targets.shift(problem.length, cyclic=problem.cyclic)
+    size = int(np.ceil(LADDER ** np.ceil(np.log(len(tokens)) / np.log(LADDER) - 1e-9)))
+    filled = np.pad(tokens, ((0, size - len(tokens)), (0, 0)), constant_values=-1)
     with jax.enable_x64(True):
-        size = int(np.ceil(LADDER ** np.ceil(np.log(len(tokens)) / np.log(LADDER) - 1e-9)))
-        filled = np.pad(tokens, ((0, size - len(tokens)), (0, 0)), constant_values=-1)
-        one_hot = jnp.asarray(filled[..., None] == np.arange(problem.vocab), jnp.float64)
-        target = jnp.asarray(targets.shift(problem.length, cyclic=problem.cyclic))
+        # W follows from the logits, so only these are varied
+        flat, unravel = ravel_pytree(jax.tree.map(lambda part: jnp.asarray(part, jnp.float64), start[:-1]))
 
-        def blocks(flat: np.ndarray) -> Circuits:
-            parts = (part.reshape(shape) for part, shape in zip(np.split(flat, ends), shapes, strict=True))
-            pp, pt, tp, tt = parts
-            return Circuits(pp, pt, tp, tt, np.zeros((problem.vocab, problem.vocab)))
+        def blocks(place: np.ndarray) -> Circuits:
+            pp, pt, tp, tt = unravel(jnp.asarray(place))
+            return Circuits(pp, pt, tp, tt, jnp.zeros((problem.vocab, problem.vocab)))
 
-        def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
-            value, gradient = _value_and_gradient(blocks(flat), one_hot, target, problem, numbers)
-            return float(value), np.concatenate([np.asarray(part).ravel() for part in gradient[:-1]])
+        def objective(place: np.ndarray) -> tuple[float, np.ndarray]:
+            value, gradient = _value_and_gradient(blocks(place), filled, target, problem, numbers)
+            return value, np.concatenate([np.ravel(part) for part in gradient[:-1]])
 
-        found = minimize(
-            objective,
-            np.concatenate([np.asarray(part, np.float64).ravel() for part in start[:-1]]),
-            jac=True,
-            method="L-BFGS-B",
-            options={"maxiter": 5000, "maxfun": 10000, "maxcor": 30, "gtol": tolerance, "ftol": 1e-15},
-        )
-        gradient = float(np.max(np.abs(objective(found.x)[1])))
-        best = blocks(found.x)
-        output = best_output(_token_blocks(best, one_hot, target, problem.attention), numbers)[0]
-    return NetworkMinimum(best._replace(output=np.asarray(output)), float(found.fun), gradient, gradient < ACCEPTED)
+        found = descend(objective, np.asarray(flat), tolerance)
+        best = blocks(found.place)
+        best = best._replace(output=best_output(_token_blocks(best, filled, target, problem.attention), numbers)[0])
+    return NetworkMinimum(jax.tree.map(np.asarray, best), found.value, found.gradient, found.converged)
 
 
 def measure_network(
@@ -156,20 +147,18 @@ def measure_network(
         net = Circuits(*(jnp.asarray(part, jnp.float64) for part in blocks))
         total, errors = np.zeros((length, length)), []
         for first in range(0, len(fresh), MEASURED_TOGETHER):
-            one_hot = jnp.asarray(fresh[first : first + MEASURED_TOGETHER, :, None] == np.arange(vocab), jnp.float64)
-            matrices, misses = _attention_and_error(net, one_hot, jnp.asarray(target), problem.attention)
+            matrices, misses = _attention_and_error(net, fresh[first : first + MEASURED_TOGETHER], target, problem.attention)
             total += np.asarray(matrices[: max(0, most - first)].sum(axis=0))
             errors.append(np.asarray(misses) / problem.scored)
-    average = total / most
-    off = mean(average, 1 - target)
+        off, excess = project(jnp.asarray(total / most), jnp.asarray(target), full(length, problem.cyclic))
     losses = np.concatenate(errors)
     found = ContentOrderParameters(
         other + float(rows @ blocks.pt.mean(axis=1)) + float(blocks.tp.mean()) + different,
         mean(blocks.pp, target) - other,
         float(np.trace(blocks.tt)) / vocab - different,
         mean(blocks.pp, own) - other,
-        length * off,
-        mean(average, target) - off,
+        length * float(off),
+        float(excess),
         float(losses.mean()),
     )
     return found, float(losses.std(ddof=1) / len(fresh) ** 0.5)
