@@ -201,19 +201,20 @@ def reproduce(
     from copyhead.model.network import Network
     from copyhead.reproduction import reproduce as run
 
-    given = {"seeds": seeds, "batch": batch}
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    fields = {"kind": network, "width": width, "embedding": embedding, "positions": positions}
-    fields["embedding_variance"] = embedding_variance
-    architecture = {name: value for name, value in fields.items() if value is not None}
-    if network != "embedded" and len(architecture) > (network is not None):
-        given = ", ".join(name for name in architecture if name != "kind")
-        raise ProblemError(f"network = {network or 'positional'!r}: must be embedded with {given}")
-    chosen["network"] = Network(**architecture)
+    chosen = _given(seeds=seeds, batch=batch)
+    architecture = _given(width=width, embedding=embedding, positions=positions, embedding_variance=embedding_variance)
+    chosen["network"] = Network(**_given(kind=network), **architecture)
+    if network != "embedded" and architecture:
+        raise ProblemError(f"network = {network or 'positional'!r}: must be embedded with {', '.join(architecture)}")
     if grid is not None:
         chosen["grid"] = tuple(part.strip() for part in grid.split(","))
     summary = run(problem, out, quick=quick, workers=workers, progress=_Progress, **chosen)
     typer.echo(json.dumps(summary.to_dict()) if as_json else str(summary))
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given; for the others the defaults of the library hold."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 class _Progress:

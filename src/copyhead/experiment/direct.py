@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from copyhead.experiment.packed import Shared
+from copyhead.experiment.path import Shared
 from copyhead.model import targets
-from copyhead.model.network import Circuits, Network, Positional, Scale, Split, Weights, circuits, scales
+from copyhead.model.network import Circuits, Network, Positional, Split, Weights, circuits, prior_energy, scales
 from copyhead.problem import Attention, Problem, ProblemError
 
 # Working memory of one chunk of sequences for one cell, in float32 numbers: about the fastest.
@@ -219,7 +219,8 @@ class DirectPath:
             _, total = in_chunks_of(size, largest, net, tokens, self.problem)
             weight = factor / (2 * self.problem.kappa)
             (by_weights,) = pull(jax.tree.map(lambda part: weight * part, total))
-            return self._with_prior(by_weights, cell, start)
+            by_prior = jax.grad(prior_energy)(cell, start, scales(self.network, self.problem))
+            return self._trained(jax.tree.map(jnp.add, by_weights, by_prior))
 
         return jax.vmap(one)(weights, data.tokens, data.counts, data.start, data.key)
 
@@ -232,13 +233,10 @@ class DirectPath:
         picked = tokens[jnp.where(whole, jnp.arange(batch), chosen)]
         return picked, jnp.where(whole, 1.0, count / batch)
 
-    def _with_prior(self, slope: Weights, weights: Weights, start: Weights) -> Weights:
-        how: list[Scale] = scales(self.network, self.problem)
-        parts = [
-            by + (part - (begin if scale.anchored else 0.0)) / scale.variance if scale.variance is not None else 0.0 * by
-            for by, part, begin, scale in zip(slope, weights, start, how, strict=True)
-        ]
-        return type(weights)(*parts)  # type: ignore[call-arg]
+    def _trained(self, slope: Weights) -> Weights:
+        """Nothing along the weights that are not trained."""
+        parts = (0.0 * by if g is None else by for by, g in zip(slope, self.variances, strict=True))
+        return type(slope)(*parts)  # type: ignore[call-arg]
 
     def sequences(self, data: Anchored) -> Int[Array, "cell"]:
         return data.counts

@@ -23,6 +23,7 @@ import numpy as np
 from jax.lax import optimization_barrier
 from jaxtyping import Array, Float, Int, UInt32
 
+from copyhead.experiment.path import Shared
 from copyhead.model import layout, moments, targets
 from copyhead.model.layout import Layout
 from copyhead.model.moments import Empirical
@@ -97,18 +98,6 @@ def _token_bases(vocab: int) -> tuple[np.ndarray, np.ndarray]:
     symmetric = np.concatenate([(both[u, v] + both[v, u]) / 2, one + one.transpose(0, 2, 1)])
     general = np.concatenate([both.reshape(-1, vocab, vocab), one, one.transpose(0, 2, 1)])
     return symmetric.reshape(-1, vocab**2).astype(np.float32), general.reshape(-1, vocab**2).astype(np.float32)
-
-
-class Shared(NamedTuple):
-    """What many positions share of a weight: logits of a token as key or query, and of the mean key.
-
-    frame: orthonormal columns for the last axis of the weight, the keys that are shared. leverage: the largest curvature of E
-    within the frame, by its part in that of a common shift of all logits; elsewhere: outside of it.
-    """
-
-    frame: Float[Array, "cell n k"] | None
-    leverage: float
-    elsewhere: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
-from copyhead.experiment.direct import DirectPath
-from copyhead.experiment.packed import PackedPath, Shared
 from copyhead.model.network import Network, Weights
 from copyhead.problem import Problem
 
 # XLA's own thread pool costs more than it gives on products of this size, even with one thread.
 COMPILATION = {"xla_cpu_multi_thread_eigen": False}
+
+
+class Shared(NamedTuple):
+    """What many positions share of a weight: logits of a token as key or query, and of the mean key.
+
+    frame: orthonormal columns for the last axis of the weight, the keys that are shared. leverage: the largest curvature of E
+    within the frame, by its part in that of a common shift of all logits; elsewhere: outside of it.
+    """
+
+    frame: Float[Array, "cell n k"] | None
+    leverage: float
+    elsewhere: float = 0.0
 
 
 class Path(Protocol):
@@ -66,6 +76,10 @@ def path(problem: Problem, network: Network | None = None, batch: int | None = N
     Raises:
         ProblemError: if problem, network and batch do not go together.
     """
+    # they are built on what this module defines
+    from copyhead.experiment.direct import DirectPath
+    from copyhead.experiment.packed import PackedPath
+
     network = network or Network()
     if network.kind == "positional" and batch is None:
         return PackedPath(problem)
