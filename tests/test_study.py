@@ -6,7 +6,9 @@ import xarray as xr
 
 from copyhead.experiment.diagnostics import NOTHING, Estimate
 from copyhead.problem import Problem, ProblemError
-from copyhead.study.compare import _branch_change, _paired, agreement, branch_state, extrapolated, to_csv
+from copyhead.study.compare import _paired, agreement, extrapolated, to_csv
+from copyhead.study.curves import branch_state
+from copyhead.study.places import _branch_change
 from copyhead.study.scaling import scaling
 from copyhead.study.spec import QUICK, Reproduction, p_grid, parts
 from copyhead.study.store import Store, StoreError, write_dataset

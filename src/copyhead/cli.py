@@ -132,7 +132,8 @@ def diagram(
 
     - `copyhead diagram --attention linear --x sequences=20:3000:80 --y token-scale=0.01,0.1,1 --json`
     """
-    from copyhead.report.figures import FIGURE_SUFFIXES, phase_diagram, save
+    from copyhead.report.style import FIGURE_SUFFIXES, save
+    from copyhead.report.theory_figures import phase_diagram
     from copyhead.study.diagram import check, cost, parse_axis
     from copyhead.study.diagram import diagram as solve
 

@@ -63,7 +63,7 @@ class Prediction:
 
     def plot(self) -> Figure:
         """Order parameters and loss against P: minima as lines, metastable ones dashed, the window shaded."""
-        from copyhead.report.figures import theory_curves
+        from copyhead.report.theory_figures import theory_curves
 
         return theory_curves(self.phases, self.problem)
 
@@ -78,9 +78,7 @@ class Prediction:
         copying = ("Eq. 21", leading.copying_softmax) if p.attention == "softmax" else ("Eq. 17", leading.copying_linear)
         pooling = ("Eq. 16", leading.pooling)
         for t in self.transitions:
-            # linear attention may begin to pool in a jump: it does so from zero
-            pools = t.kind == "second-order" or (p.attention == "linear" and float(t.before.aG) == 0)
-            equation, scale = pooling if pools else copying
+            equation, scale = pooling if t.pools else copying
             window = f", coexistence {t.window[0]:.6g} .. {t.window[1]:.6g}" if t.window else ""
             lines.append(
                 f"  {t.kind} at P = {t.P:.6g}{window}; leading order ({equation}) {scale:.4g}, ratio {t.P / scale:.3f}"

@@ -19,10 +19,13 @@ import xarray as xr
 from copyhead.experiment.path import path
 from copyhead.model.network import Network
 from copyhead.problem import Problem, ProblemError
-from copyhead.report import figures, html
+from copyhead.report import figures, html, theory_figures
 from copyhead.report.claims import claims, departure_remarks, network_remarks, remarks
+from copyhead.report.style import save
 from copyhead.study import compare
+from copyhead.study.curves import Measured, gather, lost_runs
 from copyhead.study.diagram import Axis, Diagram, diagram
+from copyhead.study.places import transition_table
 from copyhead.study.run import run
 from copyhead.study.scaling import Scaling, scaling
 from copyhead.study.spec import Part, Reproduction, parts, settings_for
@@ -110,10 +113,10 @@ def reproduce(
     with progress("training and sampling", sum(part.weight for part in work)) as advance:
         run(work, spec, store, workers or os.cpu_count() or 1, lambda part: advance(part.weight))
     with progress("tables, figures and report", 1.0) as advance:
-        measured = compare.gather(spec, work, store)
-        rows, transitions = compare.grid_table(spec, measured), compare.transition_table(spec, measured)
+        measured = gather(spec, work, store)
+        rows, transitions = compare.grid_table(spec, measured), transition_table(spec, measured)
         agreements = compare.agreement(rows)
-        lost = compare.lost_runs(work, store)
+        lost = lost_runs(work, store)
         store.write_text("grid.csv", compare.to_csv(rows))
         store.write_text("transitions.json", json.dumps(transitions, indent=2))
         growth = scaling(spec.problem)
@@ -147,14 +150,14 @@ def _figures(
     spec: Reproduction,
     work: list[Part],
     store: Store,
-    measured: dict[str, compare.Measured],
+    measured: dict[str, Measured],
     growth: Scaling,
     departed: dict[str, Departure],
 ) -> list[html.Shown]:
     drawn: list[tuple[str, str, Any]] = []
     if {"softmax", "linear"} <= measured.keys():
         caption = "The action below, at and above the transition. Orange: its minima."
-        drawn.append(("landscape", caption, figures.landscapes(measured["softmax"].theory, measured["linear"].theory)))
+        drawn.append(("landscape", caption, theory_figures.landscapes(measured["softmax"].theory, measured["linear"].theory)))
     for attention, results in measured.items():
         caption = (
             f"Order parameters and loss against P, {attention} attention. Line: theory (population moments), dashed where "
@@ -185,7 +188,7 @@ def _figures(
         "Places of the transitions against L: exact, leading order, local exponent. The upper fold, where training from small "
         "weights jumps, grows faster than P*."
     )
-    drawn.append(("scaling", caption, figures.scaling_curves(growth)))
+    drawn.append(("scaling", caption, theory_figures.scaling_curves(growth)))
     caption = (
         "SGLD minus the exact theory of the same data sets, times chi, outside the coexistence window: equal heights mean a "
         "shift of order 1/chi."
@@ -195,7 +198,7 @@ def _figures(
     folder.mkdir(exist_ok=True)
     shown = []
     for name, caption, figure in drawn:
-        figures.save(figure, folder / f"{name}.png", folder / f"{name}.svg")
+        save(figure, folder / f"{name}.png", folder / f"{name}.svg")
         shown.append(html.Shown(name, caption, folder / f"{name}.png"))
     return shown
 

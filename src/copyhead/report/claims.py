@@ -9,7 +9,8 @@ import numpy as np
 
 from copyhead.experiment.adam import GRADIENT_TOLERANCE
 from copyhead.problem import Problem
-from copyhead.study.compare import AGREEMENT, Agreement, Measured
+from copyhead.study.compare import AGREEMENT, Agreement
+from copyhead.study.curves import Measured
 from copyhead.study.scaling import Scaling
 from copyhead.study.spec import Reproduction
 from copyhead.study.width import Departure

@@ -1,118 +1,27 @@
-"""Theory against experiment: every grid point and every transition, side by side, with differences in units of error."""
+"""Theory against experiment at every grid point, side by side, with differences in units of error."""
 
 from __future__ import annotations
 
 import csv
 import io
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import xarray as xr
 
-from copyhead.experiment.adam import GRADIENT_TOLERANCE, NEVER
-from copyhead.experiment.diagnostics import NOTHING, RHAT_GATE, Estimate, between_starts, over_chains, over_seeds
-from copyhead.experiment.locate import onset, resolution, steepest
+from copyhead.experiment.adam import GRADIENT_TOLERANCE
+from copyhead.experiment.diagnostics import RHAT_GATE, Estimate, between_starts
 from copyhead.problem import Problem
-from copyhead.study.spec import Part, Reproduction, adapts
-from copyhead.study.store import Store
+from copyhead.study.curves import Measured, branch_state
+from copyhead.study.spec import Reproduction, adapts
 from copyhead.theory.content import ContentOrderParameters
 from copyhead.theory.finite_width import finite_width
-from copyhead.theory.leading_order import leading_order
 from copyhead.theory.order_parameters import AnyOrderParameters
-from copyhead.theory.transition import Minimum, Phases, phases
 
 # A grid point agrees if every quantity is within this many errors.
 AGREEMENT = 3.0
-# What changes sign with (G, W) -> (-G, -W) in linear attention.
-ODD = ("c1", "cG", "cI", "cS", "a1", "aG", "pt", "tp")
 # How far from the minimum a converged training run may stop, see experiment.adam.GRADIENT_TOLERANCE; the least error of Adam.
 OPTIMISER_ERROR = 1e-4
-
-
-def branch_state(found: Phases, sequences: float, start: str) -> Minimum:
-    """The minimum that a run from `start` belongs to.
-
-    Where two minima coexist inside a window, the small start belongs to the one of smaller cG and the copy start to the other.
-    Elsewhere there is one, and metastable minima that both starts leave behind do not count.
-    """
-    minima = found.minima(sequences)
-    if not any(t.window and t.window[0] <= sequences <= t.window[1] for t in found.transitions):
-        return minima[0]
-    choose = min if start == "small" else max
-    return choose(minima, key=lambda minimum: float(minimum.order_parameters.cG))
-
-
-@dataclass(frozen=True, eq=False)
-class Curves:
-    """Results of one method over P, data seed and start, and over draws if it samples."""
-
-    data: xr.Dataset
-    known: dict[tuple[str, int, str], Estimate] = field(default_factory=dict)
-
-    @property
-    def sequences(self) -> list[int]:
-        return [int(place) for place in self.data.P.values]
-
-    def estimate(self, quantity: str, sequences: int, start: str) -> Estimate:
-        """The estimate of one quantity at one grid point; computed once."""
-        key = (quantity, sequences, start)
-        if key not in self.known:
-            values = self.data[quantity].sel(P=sequences, start=start)
-            if "diverged" in self.data:
-                kept = self.data.diverged.sel(P=sequences, start=start) == NEVER
-                values = values.isel(seed=np.flatnonzero(kept.values)) if kept.any() else values
-            chains = "draw" in values.dims
-            self.known[key] = over_chains(values.transpose("seed", "draw").values) if chains else over_seeds(values.values)
-        return self.known[key]
-
-    def values(self, quantity: str, sequences: int, start: str) -> np.ndarray:
-        """One value for each data set, the mean over draws if there are any."""
-        found = self.data[quantity].sel(P=sequences, start=start)
-        return (found.mean("draw") if "draw" in found.dims else found).values
-
-
-class Measured(NamedTuple):
-    """All results of one attention. sgld: by chi factor. jump: by start, empty if there is no first-order transition."""
-
-    theory: Phases
-    adam: Curves
-    exact: Curves
-    sgld: dict[float, Curves]
-    jump: dict[str, xr.Dataset]
-
-
-def gather(spec: Reproduction, work: list[Part], store: Store) -> dict[str, Measured]:
-    """Joins the stored parts by attention, in the convention of sign of the theory."""
-    found: dict[str, Measured] = {}
-    for attention in spec.attentions:
-        problem = spec.problem.replace(attention=attention)
-        jump = {
-            part.name.split("-")[2]: store.read(part.name)
-            for part in work
-            if part.method == "jump" and part.problem.attention == attention
-        }
-        adam, exact = (_joined(work, store, f"{method}-{attention}-", attention) for method in ("adam", "exact"))
-        sgld = {f: _joined(work, store, f"langevin-{attention}-x{f:g}-", attention) for f in spec.chi_factors}
-        found[attention] = Measured(phases(problem, reach=adam.sequences), adam, exact, sgld, jump)
-    return found
-
-
-def _joined(work: list[Part], store: Store, prefix: str, attention: str) -> Curves:
-    pieces = [store.read(name) for name in sorted(part.name for part in work) if name.startswith(prefix)]
-    return Curves(signed(xr.concat(pieces, dim="seed", data_vars="all", combine_attrs="drop"), attention))
-
-
-def signed(data: xr.Dataset, attention: str) -> xr.Dataset:
-    """Turns mirror images (-G, -W) of linear attention into the sector of positive tr W, chain by chain."""
-    if attention != "linear":
-        return data
-    if "overlap" in data:
-        mean = data.overlap.mean("draw") if "draw" in data.dims else data.overlap
-        sign = xr.where(mean < 0, -1.0, 1.0)
-    else:
-        sign = xr.where(data.c1 < 0, -1.0, 1.0)
-    return data.assign({name: data[name] * sign for name in ODD if name in data})
 
 
 def extrapolated(low: Estimate, high: Estimate, factor: float) -> Estimate:
@@ -210,21 +119,6 @@ def width_shift(spec: Reproduction, problem: Problem, sequences: float, limit: A
     return {name: float(new) - float(old) for name, new, old in zip(limit._fields, moved.order_parameters, limit, strict=True)}
 
 
-def lost_runs(work: list[Part], store: Store) -> list[str]:
-    """One line for each run that diverged: which, by which step, and at which step size."""
-    found = []
-    for part in work:
-        data = store.read(part.name)
-        if "diverged" not in data:
-            continue
-        flat = data.diverged.stack(cell=data.diverged.dims)
-        for cell in flat[flat != NEVER]:
-            where = ", ".join(f"{name} = {cell[name].item()}" for name in data.diverged.dims)
-            size = data.attrs["step_size"]
-            found.append(f"{part.name} ({where}): diverged by step {cell.item()} at {size}; left out, a smaller step may help")
-    return found
-
-
 def _paired(values: np.ndarray, exact: np.ndarray, least: float) -> float:
     """Mean over data sets of the difference on the same data set, over its standard error, which is at least `least`.
 
@@ -307,96 +201,6 @@ def agreement(rows: list[dict[str, Any]]) -> list[Agreement]:
 def _mixed(row: dict[str, Any]) -> bool:
     """Whether the chains of a row passed the gates, and both starts sample the same distribution."""
     return bool(row["sgld_mixed"] and row["sgld_rhat_between_starts"] <= RHAT_GATE)
-
-
-def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[str, Any]]:
-    """One row for each place: leading order, exact minimum of the action, measured value with its error, and ratios."""
-    rows: list[dict[str, Any]] = []
-    for attention, results in measured.items():
-        scales = leading_order(spec.problem)
-        softmax = attention == "softmax"
-        copying = scales.copying_softmax if softmax else scales.copying_linear
-        jumping = next((t for t in results.theory.transitions if t.window), None)
-        for t in results.theory.transitions:
-            if t.kind == "first-order" and t.window:
-                pools = attention == "linear" and float(t.before.aG) == 0
-                place = "pooling P* (equal action)" if pools else "P* (equal action)"
-                rows.append(_row(attention, place, scales.pooling if pools else copying, t.P, {}))
-                ends = (
-                    ("small", t.window[1], "upper fold", scales.upper_fold if softmax else None),
-                    ("copy", t.window[0], "lower fold", None),
-                )
-                # jumps are searched for around the first window
-                for start, fold, name, scale in ends if t is jumping else ():
-                    jump = results.jump[start]
-                    adam = over_seeds(((jump.low + jump.high) / 2).values)
-                    sgld = {
-                        f"SGLD chi {spec.problem.chi * f:g}": _branch_change(d.data, start) for f, d in results.sgld.items()
-                    }
-                    rows.append(_row(attention, name, scale, fold, {f"Adam from {start} start": adam, **sgld}))
-            elif t.kind == "second-order":
-                rows.append(_row(attention, "P_c (pooling)", scales.pooling, t.P, _curve_places(spec, results, "c1", onset)))
-            else:
-                rows.append(
-                    _row(attention, "crossover (steepest cG)", copying, t.P, _curve_places(spec, results, "cG", steepest))
-                )
-    return rows
-
-
-def _row(attention: str, place: str, leading: float | None, exact: float, measured: dict[str, Estimate]) -> dict[str, Any]:
-    """A row of the table; None stands for a number that there is not, as in JSON."""
-    return {
-        "attention": attention,
-        "place": place,
-        "leading_order": leading,
-        "exact": exact,
-        "exact_over_leading": None if leading is None else exact / leading,
-        "measured": {
-            name: {
-                "P": _known(value.mean),
-                "error": _known(value.error),
-                "over_exact": _known(value.mean / exact),
-                "n": value.n,
-            }
-            for name, value in measured.items()
-        },
-    }
-
-
-def _known(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
-
-
-def _curve_places(spec: Reproduction, results: Measured, quantity: str, locate: Any) -> dict[str, Estimate]:
-    """A place read off every data set's own curve, from the small start; the error includes the spacing of the grid."""
-    curves = {"Adam": results.adam}
-    curves |= {f"SGLD chi {spec.problem.chi * factor:g}": sampled for factor, sampled in results.sgld.items()}
-    found = {}
-    for name, data in ((name, curve.data) for name, curve in curves.items()):
-        values = data[quantity].sel(start="small")
-        values = values.mean("draw") if "draw" in values.dims else values
-        places = np.array([locate(data.P.values, values.sel(seed=seed).values) for seed in data.seed.values])
-        places = places[np.isfinite(places)]
-        place = over_seeds(places) if len(places) > 1 else NOTHING._replace(n=len(places))
-        found[name] = place._replace(error=float(np.hypot(place.error, resolution(data.P.values, place.mean))))
-    return found
-
-
-def _branch_change(data: xr.Dataset, start: str) -> Estimate:
-    """Where chains from a start change branch: for each data set the middle between two grid points.
-
-    Nothing, unless the two ends of the grid are in different phases and every data set changes exactly once.
-    """
-    level = data.aG.sel(start=start).mean("draw").transpose("seed", "P").values
-    if not np.isfinite(level).all() or level[:, 0].max() > 0.5 * level[:, -1].min():
-        return NOTHING
-    copies = level > (level[:, :1] + level[:, -1:]) / 2
-    if np.any(np.sum(copies[:, 1:] != copies[:, :-1], axis=1) != 1):
-        return NOTHING
-    grid = data.P.values.astype(float)
-    index = np.argmax(copies, axis=1)
-    places = over_seeds((grid[index] + grid[index - 1]) / 2)
-    return places._replace(error=float(np.hypot(places.error, resolution(grid, places.mean))))
 
 
 def to_csv(rows: list[dict[str, Any]]) -> str:

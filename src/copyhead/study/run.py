@@ -19,7 +19,8 @@ import xarray as xr
 
 from copyhead.model.network import Network, Start
 from copyhead.problem import Problem
-from copyhead.study.spec import Part, Reproduction, run_bytes
+from copyhead.study.memory import run_bytes
+from copyhead.study.spec import Part, Reproduction
 from copyhead.study.store import Store, StoreError, write_dataset
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def exact_minima(problem: Problem, sequences: list[int], seeds: list[int], start
     Started from the population minimum of the branch that each start of a training run belongs to.
     """
     from copyhead.experiment.cells import data_sets
-    from copyhead.study.compare import branch_state
+    from copyhead.study.curves import branch_state
     from copyhead.theory.transition import phases
 
     found = phases(problem, reach=sequences)

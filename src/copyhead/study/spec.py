@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 from copyhead.model.network import Network
 from copyhead.problem import Attention, Problem, ProblemError
 from copyhead.record import Record
+from copyhead.study.memory import refuse_too_large
 from copyhead.theory.transition import Phases, phases
 
 Method = Literal["adam", "langevin", "exact", "jump", "plane", "width"]
@@ -91,28 +92,8 @@ class Reproduction(Record):
         return digest.hexdigest()[:16]
 
 
-# Fewest P that a transition can be read off, and most memory for the moments of one data set.
-SHORTEST_GRID, MOST_BYTES = 4, 1.5e9
-
-
-# Most memory for the tables and weights of the networks that are trained together.
-MOST_TOGETHER = 6e9
-
-
-def run_bytes(problem: Problem, network: Network) -> float:
-    """Memory of one run while it waits: its data and weights, as they are and arranged for the step loop; float32."""
-    if network.kind == "positional":
-        return 3 * moment_bytes(problem)
-    rows = problem.length + problem.vocab
-    weights = 2 * network.width**2 + (rows + problem.vocab) * network.width if network.kind == "embedded" else rows**2
-    return 4 * (3 * weights + problem.length * 4096)
-
-
-def together_bytes(problem: Problem, network: Network) -> float:
-    """Memory of the step loop of networks that read tokens: tables over tokens and positions, weights and their moments."""
-    cells = 4
-    tables = 4 * problem.vocab**2 * problem.length * (problem.length + 64)
-    return cells * (4 * tables + 3 * run_bytes(problem, network))
+# Fewest P that a transition can be read off.
+SHORTEST_GRID = 4
 
 
 def adapts(network: Network, problem: Problem) -> bool:
@@ -124,11 +105,6 @@ def adapts(network: Network, problem: Problem) -> bool:
         and network.width >= problem.length + problem.vocab
         and problem.head_dimension is None
     )
-
-
-def moment_bytes(problem: Problem) -> int:
-    """Memory that a data set needs at least: its token moments, L^2 V^2, and the token bases of packing, V^4; float32."""
-    return 4 * (problem.length**2 * problem.vocab**2 + problem.vocab**4)
 
 
 QUICK: dict[str, Any] = {
@@ -234,17 +210,7 @@ def parts(spec: Reproduction) -> list[Part]:
         ProblemError: if the sizes need too much memory, or the theory gives no grid of P.
     """
     for axis in ("vocab", "length"):
-        largest = spec.problem.replace(**{axis: plane_axes(spec, axis)[-1]})
-        if spec.network.kind != "positional" and together_bytes(largest, spec.network) > MOST_TOGETHER:
-            raise ProblemError(
-                f"{axis} = {getattr(largest, axis)} (the largest of the loss maps), width = {spec.network.width}: training "
-                f"needs {together_bytes(largest, spec.network) / 1e9:.1f} GB, which must be below {MOST_TOGETHER / 1e9:g} GB"
-            )
-        if spec.network.kind == "positional" and moment_bytes(largest) > MOST_BYTES:
-            raise ProblemError(
-                f"{axis} = {getattr(largest, axis)} (the largest of the loss maps): a data set needs 4 (L^2 V^2 + V^4) bytes = "
-                f"{moment_bytes(largest) / 1e9:.1f} GB, which must be below {MOST_BYTES / 1e9:g} GB"
-            )
+        refuse_too_large(spec.problem.replace(**{axis: plane_axes(spec, axis)[-1]}), spec.network)
     found: list[Part] = []
     halves = [list(map(int, half)) for half in np.array_split(np.arange(spec.seeds), 2) if len(half)]
     for attention in spec.attentions:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from copyhead.study.compare import branch_state, signed
+from copyhead.study.curves import branch_state, signed
 from copyhead.study.run import exact_minima
 from copyhead.study.spec import Part, Reproduction
 from copyhead.study.store import Store

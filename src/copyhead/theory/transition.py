@@ -41,6 +41,11 @@ class Transition(NamedTuple):
     before: AnyOrderParameters
     after: AnyOrderParameters
 
+    @property
+    def pools(self) -> bool:
+        """Whether it begins to pool, from zero attention, as linear attention does, be it by a pitchfork or in a jump."""
+        return self.kind == "second-order" or float(self.before.aG) == 0
+
 
 class Minimum(NamedTuple):
     """A minimum of the action at one P. lowest: lowest Hessian eigenvalue in whitened coordinates, one for the bare prior."""

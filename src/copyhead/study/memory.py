@@ -1,0 +1,51 @@
+"""How much memory a run needs, before it is started."""
+
+from __future__ import annotations
+
+from copyhead.model.network import Network
+from copyhead.problem import Problem, ProblemError
+
+# Most memory for the moments of one data set, and for the tables and weights of the networks that are trained together.
+MOST_MOMENTS, MOST_TOGETHER = 1.5e9, 6e9
+# Arrays of the size of a table, or of the weights, that a step holds at a time: values, gradients, and those of the optimiser.
+COPIES = 4
+
+
+def moment_bytes(problem: Problem) -> int:
+    """Memory that a data set needs at least: its token moments, L^2 V^2, and the token bases of packing, V^4; float32."""
+    return 4 * (problem.length**2 * problem.vocab**2 + problem.vocab**4)
+
+
+def weight_bytes(problem: Problem, network: Network) -> int:
+    """Weights of one network that reads tokens; float32."""
+    rows = problem.length + problem.vocab
+    return 4 * (2 * network.width**2 + (rows + problem.vocab) * network.width if network.kind == "embedded" else rows**2)
+
+
+def run_bytes(problem: Problem, network: Network) -> int:
+    """Memory of one run while it waits: its data or weights, as they are and arranged for the step loop."""
+    return 3 * (moment_bytes(problem) if network.kind == "positional" else weight_bytes(problem, network))
+
+
+def step_bytes(problem: Problem, network: Network) -> int:
+    """Memory of the step loop of networks that read tokens: tables over tokens and positions, and weights."""
+    from copyhead.experiment.direct import CELLS
+
+    table = 4 * problem.vocab**2 * problem.length * max(problem.length, 16)
+    return CELLS * COPIES * (table + weight_bytes(problem, network))
+
+
+def refuse_too_large(problem: Problem, network: Network) -> None:
+    """Checks the largest problem of a study.
+
+    Raises:
+        ProblemError: if it needs too much memory.
+    """
+    positional = network.kind == "positional"
+    needed, most = (moment_bytes(problem), MOST_MOMENTS) if positional else (step_bytes(problem, network), MOST_TOGETHER)
+    if needed > most:
+        sizes = f"length = {problem.length}, vocab = {problem.vocab}"
+        raise ProblemError(
+            f"{sizes}{'' if positional else f', width = {network.width}'} (the largest of the loss maps): needs "
+            f"{needed / 1e9:.1f} GB, which must be below {most / 1e9:g} GB"
+        )

@@ -1,0 +1,103 @@
+"""Places of the transitions: leading order, exact minimum of the action, and what training and sampling show, with errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from copyhead.experiment.diagnostics import NOTHING, Estimate, over_seeds
+from copyhead.experiment.locate import onset, resolution, steepest
+from copyhead.study.curves import Measured
+from copyhead.study.spec import Reproduction
+from copyhead.theory.leading_order import leading_order
+
+
+def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[str, Any]]:
+    """One row for each place: leading order, exact minimum of the action, measured value with its error, and ratios."""
+    rows: list[dict[str, Any]] = []
+    for attention, results in measured.items():
+        scales = leading_order(spec.problem)
+        softmax = attention == "softmax"
+        copying = scales.copying_softmax if softmax else scales.copying_linear
+        jumping = next((t for t in results.theory.transitions if t.window), None)
+        for t in results.theory.transitions:
+            if t.kind == "first-order" and t.window:
+                place = "pooling P* (equal action)" if t.pools else "P* (equal action)"
+                rows.append(_row(attention, place, scales.pooling if t.pools else copying, t.P, {}))
+                ends = (
+                    ("small", t.window[1], "upper fold", scales.upper_fold if softmax else None),
+                    ("copy", t.window[0], "lower fold", None),
+                )
+                # jumps are searched for around the first window
+                for start, fold, name, scale in ends if t is jumping else ():
+                    jump = results.jump[start]
+                    adam = over_seeds(((jump.low + jump.high) / 2).values)
+                    sgld = {
+                        f"SGLD chi {spec.problem.chi * f:g}": _branch_change(d.data, start) for f, d in results.sgld.items()
+                    }
+                    rows.append(_row(attention, name, scale, fold, {f"Adam from {start} start": adam, **sgld}))
+            elif t.kind == "second-order":
+                rows.append(_row(attention, "P_c (pooling)", scales.pooling, t.P, _curve_places(spec, results, "c1", onset)))
+            else:
+                rows.append(
+                    _row(attention, "crossover (steepest cG)", copying, t.P, _curve_places(spec, results, "cG", steepest))
+                )
+    return rows
+
+
+def _row(attention: str, place: str, leading: float | None, exact: float, measured: dict[str, Estimate]) -> dict[str, Any]:
+    """A row of the table; None stands for a number that there is not, as in JSON."""
+    return {
+        "attention": attention,
+        "place": place,
+        "leading_order": leading,
+        "exact": exact,
+        "exact_over_leading": None if leading is None else exact / leading,
+        "measured": {
+            name: {
+                "P": _known(value.mean),
+                "error": _known(value.error),
+                "over_exact": _known(value.mean / exact),
+                "n": value.n,
+            }
+            for name, value in measured.items()
+        },
+    }
+
+
+def _known(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _curve_places(spec: Reproduction, results: Measured, quantity: str, locate: Any) -> dict[str, Estimate]:
+    """A place read off every data set's own curve, from the small start; the error includes the spacing of the grid."""
+    curves = {"Adam": results.adam}
+    curves |= {f"SGLD chi {spec.problem.chi * factor:g}": sampled for factor, sampled in results.sgld.items()}
+    found = {}
+    for name, data in ((name, curve.data) for name, curve in curves.items()):
+        values = data[quantity].sel(start="small")
+        values = values.mean("draw") if "draw" in values.dims else values
+        places = np.array([locate(data.P.values, values.sel(seed=seed).values) for seed in data.seed.values])
+        places = places[np.isfinite(places)]
+        place = over_seeds(places) if len(places) > 1 else NOTHING._replace(n=len(places))
+        found[name] = place._replace(error=float(np.hypot(place.error, resolution(data.P.values, place.mean))))
+    return found
+
+
+def _branch_change(data: xr.Dataset, start: str) -> Estimate:
+    """Where chains from a start change branch: for each data set the middle between two grid points.
+
+    Nothing, unless the two ends of the grid are in different phases and every data set changes exactly once.
+    """
+    level = data.aG.sel(start=start).mean("draw").transpose("seed", "P").values
+    if not np.isfinite(level).all() or level[:, 0].max() > 0.5 * level[:, -1].min():
+        return NOTHING
+    copies = level > (level[:, :1] + level[:, -1:]) / 2
+    if np.any(np.sum(copies[:, 1:] != copies[:, :-1], axis=1) != 1):
+        return NOTHING
+    grid = data.P.values.astype(float)
+    index = np.argmax(copies, axis=1)
+    places = over_seeds((grid[index] + grid[index - 1]) / 2)
+    return places._replace(error=float(np.hypot(places.error, resolution(grid, places.mean))))
