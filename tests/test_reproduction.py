@@ -114,12 +114,10 @@ def test_killed_run_is_continued_with_the_same_numbers(whole, tmp_path):
 
 def test_interrupt_stops_the_workers(tmp_path):
     folder = tmp_path / "run"
-    command = [sys.executable, "-c", "from copyhead.cli import main; main()", "reproduce", "--quick", "--out", str(folder)]
     # a shell that runs the tests in the background lets them ignore the interrupt, and Python would inherit that
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from copyhead.cli import main; main()"
+    command = [sys.executable, "-c", code, "reproduce", "--quick", "--out", str(folder)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 60
     while not _children(process.pid) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from copyhead.experiment.adam import NEVER
 from copyhead.experiment.diagnostics import NOTHING, Estimate
 from copyhead.problem import Problem, ProblemError
 from copyhead.study.compare import _paired, agreement, extrapolated, to_csv
-from copyhead.study.curves import branch_state
+from copyhead.study.curves import Curves, branch_state, kept
 from copyhead.study.places import _branch_change
 from copyhead.study.scaling import scaling
 from copyhead.study.spec import QUICK, Reproduction, p_grid, parts
@@ -107,6 +108,20 @@ def test_agreement_counts_points_not_quantities():
     adam = agreement(rows)[0]
     # a point without a number does not agree; one that had not converged neither agrees nor disagrees
     assert (adam.agree, adam.points, adam.gated) == (1, 3, 1)
+
+
+def test_a_run_that_diverged_is_left_out_of_every_estimate():
+    """The second data set is lost: its value, finite but far off, must not enter, and the count of data sets says so."""
+    values = np.array([[[1.0], [1e5], [3.0]]])
+    lost = np.array([[[NEVER], [40], [NEVER]]])
+    dims = ("P", "seed", "start")
+    data = xr.Dataset({"cG": (dims, values), "diverged": (dims, lost)}, {"P": [100], "seed": [0, 1, 2], "start": ["small"]})
+    curves = Curves(kept(data))
+    estimate = curves.estimate("cG", 100, "small")
+    assert (estimate.mean, estimate.n) == (2.0, 2)
+    np.testing.assert_array_equal(curves.values("cG", 100, "small"), [1.0, np.nan, 3.0])
+    # paired differences 0.1 and 0.3: mean 0.2, standard error 0.1
+    assert _paired(curves.values("cG", 100, "small"), np.array([0.9, 2.0, 2.7]), 1e-6) == pytest.approx(2.0)
 
 
 def test_adam_is_not_judged_on_separate_query_and_key_matrices():

@@ -48,14 +48,14 @@ class Curves:
         if key not in self.known:
             values = self.data[quantity].sel(P=sequences, start=start)
             if "diverged" in self.data:
-                kept = self.data.diverged.sel(P=sequences, start=start) == NEVER
-                values = values.isel(seed=np.flatnonzero(kept.values)) if kept.any() else values
+                kept = np.flatnonzero(self.data.diverged.sel(P=sequences, start=start) == NEVER)
+                values = values.isel(seed=kept) if kept.size else values
             chains = "draw" in values.dims
             self.known[key] = over_chains(values.transpose("seed", "draw").values) if chains else over_seeds(values.values)
         return self.known[key]
 
     def values(self, quantity: str, sequences: int, start: str) -> np.ndarray:
-        """One value for each data set, the mean over draws if there are any."""
+        """One value for each data set, the mean over draws if there are any; nan where the run diverged."""
         found = self.data[quantity].sel(P=sequences, start=start)
         return (found.mean("draw") if "draw" in found.dims else found).values
 
@@ -88,7 +88,12 @@ def gather(spec: Reproduction, work: list[Part], store: Store) -> dict[str, Meas
 
 def _joined(work: list[Part], store: Store, prefix: str, attention: str) -> Curves:
     pieces = [store.read(name) for name in sorted(part.name for part in work) if name.startswith(prefix)]
-    return Curves(signed(xr.concat(pieces, dim="seed", data_vars="all", combine_attrs="drop"), attention))
+    return Curves(signed(kept(xr.concat(pieces, dim="seed", data_vars="all", combine_attrs="drop")), attention))
+
+
+def kept(data: xr.Dataset) -> xr.Dataset:
+    """nan in place of everything that a run that diverged has left behind."""
+    return data.where(data.diverged == NEVER).assign(diverged=data.diverged) if "diverged" in data else data
 
 
 def signed(data: xr.Dataset, attention: str) -> xr.Dataset:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from copyhead.study.curves import branch_state, signed
+from copyhead.experiment.diagnostics import over_seeds
+from copyhead.study.curves import branch_state, kept, signed
 from copyhead.study.run import exact_minima
 from copyhead.study.spec import Part, Reproduction
 from copyhead.study.store import Store
@@ -72,14 +73,15 @@ def _departure(spec: Reproduction, own: list[Part], store: Store) -> Departure:
     shape = len(own), len(places), len(QUANTITIES)
     measured, error, theory = ({variance: np.full(shape, np.nan) for variance in spec.width_variances} for _ in range(3))
     for row, part in enumerate(own):
-        trained = signed(store.read(part.name), problem.attention)
+        trained = signed(kept(store.read(part.name)), problem.attention)
         for variance in spec.width_variances:
             for index, quantity in enumerate(QUANTITIES):
                 difference = (
                     (trained[quantity].sel(embedding_variance=variance) - exact[quantity]).transpose("P", "seed").values
                 )
-                measured[variance][row, :, index] = difference.mean(axis=1)
-                error[variance][row, :, index] = difference.std(axis=1, ddof=1) / len(seeds) ** 0.5
+                estimates = [over_seeds(values[np.isfinite(values)]) for values in difference]
+                measured[variance][row, :, index] = [estimate.mean for estimate in estimates]
+                error[variance][row, :, index] = [estimate.error for estimate in estimates]
             for column, (place, state) in enumerate(zip(places, states, strict=True)):
                 assert isinstance(state, ContentOrderParameters)
                 moved = finite_width(problem.replace(sequences=place), part.arguments["width"], variance, state)
