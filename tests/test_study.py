@@ -96,7 +96,7 @@ def test_extrapolation_removes_a_shift_of_order_one_over_chi():
 
 def test_agreement_counts_points_not_quantities():
     row = {"attention": "softmax", "start": "small", "in_window": False, "separate": False, "adam_z_paired": 0.0}
-    row["adam_converged"] = 1.0
+    row |= {"adam_converged": 1.0, "adam_worst": 0.1}
     rows = [
         row | {"P": 100, "adam_z": 1.0},
         row | {"P": 100, "adam_z": 4.0},
@@ -108,6 +108,18 @@ def test_agreement_counts_points_not_quantities():
     adam = agreement(rows)[0]
     # a point without a number does not agree; one that had not converged neither agrees nor disagrees
     assert (adam.agree, adam.points, adam.gated) == (1, 3, 1)
+
+
+def test_a_run_on_another_branch_does_not_hide_in_the_error_that_it_enlarges():
+    """Three data sets agree, the fourth is far off: the mean is within three of its standard errors, and yet no agreement."""
+    differences = np.array([1e-5, -1e-5, 2e-5, 1.0])
+    z = _paired(differences, np.zeros(4), 1e-4)
+    assert abs(z) < 3
+    row = {"attention": "linear", "start": "small", "in_window": False, "separate": False, "P": 100, "adam_converged": 1.0}
+    row |= {"adam_z": z, "adam_z_paired": z}
+    for worst, agree in ((100.0, 0), (0.01, 1)):
+        found = [a for a in agreement([row | {"adam_worst": worst}]) if a.method == "Adam"]
+        assert [(a.agree, a.points) for a in found] == [(agree, 1)] * 2
 
 
 def test_a_run_that_diverged_is_left_out_of_every_estimate():
