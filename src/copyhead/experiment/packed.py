@@ -181,52 +181,103 @@ def rows(target: Float[np.ndarray, "L L"], layout: Layout) -> Rows:
 
 def gradient(weights: Transposed, data: Packed, rows: Rows, prior: Prior, kind: Attention) -> Transposed:
     """grad E by cell, with the logits part transposed. `prior` must hold plain numbers, not traced ones."""
-    length, vocab = weights.logits.shape[-1], weights.output.shape[-1]
-    n, cells = vocab - 1, len(weights.logits)
+    seen = attend(weights.logits, rows, kind)
+    # W @ W.mT, not an einsum: XLA has a faster kernel for it.
+    by_attention = fields(seen, weights.output @ weights.output.mT, weights.output, data, rows, prior, kind)
+    by_logits = pull_back(by_attention, seen, rows, kind)
+    square, overlap = token_blocks(seen, data, rows, prior, kind)
+    by_output = square @ weights.output - overlap
+    return Transposed(by_logits + prior_gradient(weights.logits, prior), by_output + weights.output / prior.output_variance)
+
+
+class Attended(NamedTuple):
+    """matrix: A^T. sums: A 1, by row a; of one cell where they are the same for all."""
+
+    matrix: Float[Array, "cell L L"]
+    sums: Float[Array, "b L"]
+
+
+def attend(logits: Float[Array, "cell L L"], rows: Rows, kind: Attention) -> Attended:
+    """Attention of transposed logits."""
+    scored = np.array(rows.scored, np.float32)
+    matrix = _attention(logits, scored, kind)
+    return Attended(matrix, jnp.asarray(scored)[None] if kind == "softmax" else matrix.sum(axis=1))
+
+
+def _alike(rows: Rows, kind: Attention) -> bool:
+    """Whether the rows of A and of T have equal sums, as those of softmax attention and of a shift: then two terms are one."""
+    return kind == "softmax" and rows.scored == rows.target
+
+
+def fields(
+    seen: Attended,
+    second: Float[Array, "cell V V"],
+    output: Float[Array, "cell V V"],
+    data: Packed,
+    rows: Rows,
+    prior: Prior,
+    kind: Attention,
+) -> Float[Array, "cell L L"]:
+    """The gradient of the squared error over 2 kappa by A^T, where `second` is W W^T or its mean, `output` W or its mean.
+
+    For softmax without what depends on the row a only, which its normalisation takes out.
+    """
+    matrix, sums = seen
+    cells, length, vocab = len(matrix), matrix.shape[-1], output.shape[-1]
+    n = vocab - 1
     p, square = n * (n + 1) // 2, n * n
     symmetric, general = (jnp.asarray(basis) / prior.kappa for basis in _token_bases(vocab))
-    weight = (data.sequences / prior.kappa)[:, None]  # P / kappa
-    scored, target_sums = (np.array(values, np.float32) for values in rows)
-    # The rows of softmax attention and of a shift both sum to one: then two terms below are one.
-    alike = kind == "softmax" and rows.scored == rows.target
-
-    matrix = _attention(weights.logits, scored, kind)
-    sums = jnp.asarray(scored)[None] if kind == "softmax" else matrix.sum(axis=1)  # A 1, by row a
-
-    # Coefficients of M = W W^T and of -W in the two bases; then the fields K_ij = <S_ij, M> and -J'_ia = -<R_ia, W>.
-    # W @ W.mT, not an einsum: XLA has a faster kernel for it.
-    of_pair = (weights.output @ weights.output.mT).reshape(cells, -1) @ symmetric.T
-    of_cross = weights.output.reshape(cells, -1) @ -general.T
+    target_sums = np.array(rows.target, np.float32)
+    # Coefficients of W W^T and of -W in the two bases; then the fields K_ij = <S_ij, W W^T> and -J'_ia = -<R_ia, W>.
+    of_pair = second.reshape(cells, -1) @ symmetric.T
+    of_cross = output.reshape(cells, -1) @ -general.T
     pair_field = jnp.einsum("bf,bfk->bk", of_pair[:, :p], data.pairs).reshape(cells, length, length)
     cross_field = jnp.einsum("bf,bfk->bk", of_cross[:, :square], data.cross).reshape(cells, length, length)
     pair_line = jnp.einsum("bf,bfi->bi", of_pair[:, p:] / 2, data.counts)
     cross_line = jnp.einsum("bf,bfi->bi", of_cross[:, square : square + n], data.counts)
-    if alike:
+    if _alike(rows, kind):
         lines = (pair_line + cross_line)[:, :, None]
     else:
         lines = pair_line[:, :, None] * sums[:, None] + cross_line[:, :, None] * target_sums
     by_attention = pair_field @ matrix + (cross_field + lines)
-    if kind == "linear":
-        # terms that do not depend on i, which the normalisation of softmax removes from its gradient
-        last = weights.output[:, -1]
-        by_attention += (
-            jnp.einsum("bi,bia->ba", pair_line, matrix)
-            + weight * jnp.sum(last**2, axis=1, keepdims=True) * sums
-            + jnp.einsum("bf,bfa->ba", of_cross[:, square + n :], data.cross_counts)
-            - weight * last[:, -1:] * target_sums
-        )[:, None]
-        by_logits = by_attention * scored / length
-    else:
-        by_logits = matrix * (by_attention - jnp.sum(matrix * by_attention, axis=1, keepdims=True))
+    if kind == "softmax":
+        return by_attention
+    weight = (data.sequences / prior.kappa)[:, None]  # P / kappa
+    of_row = (
+        jnp.einsum("bi,bia->ba", pair_line, matrix)
+        + weight * second[:, -1, -1:] * sums
+        + jnp.einsum("bf,bfa->ba", of_cross[:, square + n :], data.cross_counts)
+        - weight * output[:, -1, -1:] * target_sums
+    )
+    return by_attention + of_row[:, None]
 
-    # F = Q(A^T A) and N = Q(A^T T), from the features of S contracted with A^T A and with A.
+
+def pull_back(
+    by_attention: Float[Array, "cell L L"], seen: Attended, rows: Rows, kind: Attention
+) -> Float[Array, "cell L L"]:
+    """A gradient by A^T as one by G^T."""
+    if kind == "linear":
+        return by_attention * np.array(rows.scored, np.float32) / by_attention.shape[-1]
+    return seen.matrix * (by_attention - jnp.sum(seen.matrix * by_attention, axis=1, keepdims=True))
+
+
+def token_blocks(
+    seen: Attended, data: Packed, rows: Rows, prior: Prior, kind: Attention
+) -> tuple[Float[Array, "cell V V"], Float[Array, "cell V V"]]:
+    """F / kappa and N / kappa, with F = Q(A^T A) and N = Q(A^T T): features of S contracted with A^T A and with A."""
+    matrix, sums = seen
+    cells, n = len(matrix), data.counts.shape[1]
+    vocab = n + 1
+    symmetric, general = (jnp.asarray(basis) / prior.kappa for basis in _token_bases(vocab))
+    weight = (data.sequences / prior.kappa)[:, None]
+    target_sums = np.array(rows.target, np.float32)
     gram = matrix @ matrix.mT
     if kind == "softmax":  # the rows of A that are not scored are zero, and so are those of the target
         gram_sums, target_overlap = matrix.sum(axis=2), data.cross_counts.sum(axis=2)
     else:
         gram_sums = jnp.einsum("bia,ba->bi", matrix, sums)
         target_overlap = jnp.einsum("bfa,ba->bf", data.cross_counts, sums)
-    cross_sums = gram_sums if alike else jnp.einsum("bia,a->bi", matrix, target_sums)
+    cross_sums = gram_sums if _alike(rows, kind) else jnp.einsum("bia,a->bi", matrix, target_sums)
 
     def contract(features: Float[Array, "cell f L*L"], with_: Float[Array, "cell L L"]) -> Float[Array, "cell f"]:
         return (features @ with_.reshape(cells, -1, 1))[..., 0]
@@ -238,8 +289,7 @@ def gradient(weights: Transposed, data: Packed, rows: Rows, prior: Prior, kind: 
     )
     square_blocks = square_part @ symmetric + weight * jnp.sum(sums**2, axis=1, keepdims=True) * corner
     overlap_blocks = overlap_part @ general + weight * jnp.sum(sums * target_sums, axis=1, keepdims=True) * corner
-    by_output = square_blocks.reshape(cells, vocab, vocab) @ weights.output - overlap_blocks.reshape(cells, vocab, vocab)
-    return Transposed(by_logits + _prior_gradient(weights.logits, prior), by_output + weights.output / prior.output_variance)
+    return square_blocks.reshape(cells, vocab, vocab), overlap_blocks.reshape(cells, vocab, vocab)
 
 
 def _attention(logits: Float[Array, "cell L L"], scored: Float[np.ndarray, "L"], kind: Attention) -> Float[Array, "cell L L"]:
@@ -253,7 +303,7 @@ def _attention(logits: Float[Array, "cell L L"], scored: Float[np.ndarray, "L"],
     return exponential / total
 
 
-def _prior_gradient(logits: Float[Array, "cell L L"], prior: Prior) -> Float[Array, "cell L L"]:
+def prior_gradient(logits: Float[Array, "cell L L"], prior: Prior) -> Float[Array, "cell L L"]:
     """K^-1 G K^-1 / g_W, transposed like the logits (K is symmetric)."""
     scale = prior.position_scale**2 * prior.logit_variance
     if prior.token_coupling == 0:
