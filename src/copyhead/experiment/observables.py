@@ -104,18 +104,24 @@ def _means(matrix: Float[Array, "L L"], yardstick: Yardstick) -> tuple[Array, Ar
     return mean_off, jnp.sum(on * matrix) / jnp.sum(on) - mean_off
 
 
+def order_parameters(
+    logits: Float[Array, "L L"], matrix: Float[Array, "L L"], yardstick: Yardstick
+) -> tuple[Array, Array, Array, Array]:
+    """c1, cG, a1, aG of positional attention."""
+    off_attention, aG = _means(matrix, yardstick)
+    return *_means(logits, yardstick), matrix.shape[0] * off_attention, aG
+
+
 def _positional(weights: Positional, yardstick: Yardstick, kind: Attention) -> Observables:
-    target, length = yardstick.target, yardstick.target.shape[0]
     assert yardstick.population is not None
     assert yardstick.fresh is not None
-    matrix = attention(weights.logits, kind, length)
-    c1, cG = _means(weights.logits, yardstick)
-    off_attention, aG = _means(matrix, yardstick)
+    matrix = attention(weights.logits, kind, len(weights.logits))
     loss, fresh = (
-        loss_per_token(matrix, weights.output, target, moments, yardstick.layout)
+        loss_per_token(matrix, weights.output, yardstick.target, moments, yardstick.layout)
         for moments in (yardstick.population, yardstick.fresh)
     )
-    return Observables(c1, cG, length * off_attention, aG, loss, fresh, jnp.trace(weights.output) / weights.output.shape[-1])
+    overlap = jnp.trace(weights.output) / weights.output.shape[-1]
+    return Observables(*order_parameters(weights.logits, matrix, yardstick), loss, fresh, overlap)
 
 
 def _content(net: Circuits, yardstick: Yardstick, problem: Problem) -> ContentObservables:

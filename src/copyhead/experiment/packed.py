@@ -134,7 +134,11 @@ class PackedPath:
 
     def prepare(self, start: Positional, data: Empirical, key: UInt32[np.ndarray, "cell 2"]) -> tuple[Transposed, Packed]:
         """Weights and data as the step loop holds them; `key` is that of mini-batches, which moments have no use for."""
-        return Transposed(np.swapaxes(start.logits, -1, -2), start.output), pack(data, self._numbers[0])
+        return Transposed(np.swapaxes(start.logits, -1, -2), start.output), self.pack(data)
+
+    def pack(self, data: Empirical) -> Packed:
+        """Moments of data sets (leading axis) as the step loop holds them."""
+        return pack(data, self._numbers[0])
 
     def restore(self, weights: Transposed) -> Positional:
         return Positional(weights.logits.mT, weights.output)
@@ -143,6 +147,11 @@ class PackedPath:
         """grad E by cell; the same at every step."""
         _, sums, numbers = self._numbers
         return gradient(weights, data, sums, numbers, self.problem.attention)
+
+    def energy_and_slope(self, weights: Transposed, data: Packed) -> tuple[Float[Array, "cell"], Transposed]:
+        """E without its constant Y2 / (2 kappa), and grad E."""
+        _, sums, numbers = self._numbers
+        return energy_and_gradient(weights, data, sums, numbers, self.problem.attention)
 
     def sequences(self, data: Packed) -> Float[Array, "cell"]:
         return data.sequences
@@ -181,13 +190,24 @@ def rows(target: Float[np.ndarray, "L L"], layout: Layout) -> Rows:
 
 def gradient(weights: Transposed, data: Packed, rows: Rows, prior: Prior, kind: Attention) -> Transposed:
     """grad E by cell, with the logits part transposed. `prior` must hold plain numbers, not traced ones."""
+    return energy_and_gradient(weights, data, rows, prior, kind)[1]
+
+
+def energy_and_gradient(
+    weights: Transposed, data: Packed, rows: Rows, prior: Prior, kind: Attention
+) -> tuple[Float[Array, "cell"], Transposed]:
+    """E without its constant Y2 / (2 kappa), and its gradient."""
     seen = attend(weights.logits, rows, kind)
     # W @ W.mT, not an einsum: XLA has a faster kernel for it.
     by_attention = fields(seen, weights.output @ weights.output.mT, weights.output, data, rows, prior, kind)
     by_logits = pull_back(by_attention, seen, rows, kind)
     square, overlap = token_blocks(seen, data, rows, prior, kind)
-    by_output = square @ weights.output - overlap
-    return Transposed(by_logits + prior_gradient(weights.logits, prior), by_output + weights.output / prior.output_variance)
+    by_prior = prior_gradient(weights.logits, prior)
+    by_output = square @ weights.output - overlap + weights.output / prior.output_variance
+    # both priors are quadratic: half the inner product of a weight with its slope
+    of_output = weights.output * (by_output - overlap)
+    energy = (jnp.sum(of_output, axis=(-2, -1)) + jnp.sum(weights.logits * by_prior, axis=(-2, -1))) / 2
+    return energy, Transposed(by_logits + by_prior, by_output)
 
 
 class Attended(NamedTuple):
@@ -252,9 +272,7 @@ def fields(
     return by_attention + of_row[:, None]
 
 
-def pull_back(
-    by_attention: Float[Array, "cell L L"], seen: Attended, rows: Rows, kind: Attention
-) -> Float[Array, "cell L L"]:
+def pull_back(by_attention: Float[Array, "cell L L"], seen: Attended, rows: Rows, kind: Attention) -> Float[Array, "cell L L"]:
     """A gradient by A^T as one by G^T."""
     if kind == "linear":
         return by_attention * np.array(rows.scored, np.float32) / by_attention.shape[-1]

@@ -93,6 +93,14 @@ def uniform_population(vocab: float, sequences: float = 1.0) -> Population:
     )
 
 
+def expected(law: Float[np.ndarray, "V"], sequences: float, length: int) -> Empirical:
+    """The moments that a data set of P sequences has on average, in the form of one; `Population` without its shortcuts."""
+    law = np.asarray(law, float)
+    square = np.outer(law, law)
+    tensor = np.eye(length)[:, :, None, None] * (np.diag(law) - square) + square
+    return Empirical(np.float32(sequences), (sequences * tensor).astype(np.float32))
+
+
 def empirical(tokens: Int[np.ndarray, "P L"], vocab: int) -> Empirical:
     """Moments of a data set, in float32: counts below 2^24 are exact in it."""
     sequences, length = tokens.shape
