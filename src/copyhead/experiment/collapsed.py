@@ -1,6 +1,6 @@
 """The collapsed posterior of the logits for many chains at once: W integrated out, through the moments of the step loop.
 
-Given G the columns of W are Gaussian, with inverse covariance chi (F/kappa + 1/g_O) and mean W* = (F/kappa + 1/g_O)^-1 N/kappa. So
+Given G the columns of W are Gaussian: inverse covariance chi (F/kappa + 1/g_O), mean W* = (F/kappa + 1/g_O)^-1 N/kappa. So
 
     -log p(G | data) = chi [ logit energy + (Y2/kappa - tr N^T W*/kappa) / 2 ] + (V/2) log det(1 + g_O F/kappa)
 
@@ -8,8 +8,8 @@ and its gradient is chi times the mean of grad_G E over W, which needs the first
 theory.posterior in float32 and in other words; a test holds them together.
 
 A chain samples its `Rung`: its own chi, a factor on the moments, and a harmonic bias on the place u along the order parameter
-aG. Softmax: u = log(p / y), with p and y the mean attention on and off the target, so that aG = p - y and u is the cG that would give
-the same attention. Linear: u = L aG = cG. Both are monotonic in aG.
+aG. Softmax: u = log(p / y), with p and y the mean attention on and off the target, so that aG = p - y, and u is the cG that
+would give the same attention. Linear: u = L aG = cG. Both are monotonic in aG.
 """
 
 from __future__ import annotations
@@ -95,10 +95,9 @@ def sizes(problem: Problem) -> Sizes:
     return Sizes(rows(target, whole), prior(problem), problem.attention, problem.length, problem.vocab, problem.scored)
 
 
-def _target(sizes: Sizes) -> Float[np.ndarray, "L L"]:
+def _target(sizes: Sizes) -> Float[Array, "L L"]:
     """T^T over the scored rows, as the logits are held."""
-    cyclic = sizes.scored == sizes.length
-    return np.ascontiguousarray(targets.shift(sizes.length, cyclic=cyclic).T).astype(np.float32)
+    return jnp.asarray(targets.shift(sizes.length, cyclic=sizes.scored == sizes.length).T, jnp.float32)
 
 
 def place(seen: Attended, sizes: Sizes) -> Float[Array, "chain"]:
@@ -148,7 +147,7 @@ class OutputLaw(NamedTuple):
     log_det: Float[Array, "chain"]
 
 
-# Up to this V the elimination is unrolled into one kernel: LAPACK, called chain by chain, would cost more than the force itself.
+# Up to this V the elimination is unrolled into one kernel: LAPACK, called chain by chain, would cost more than the force.
 UNROLLED = 8
 
 

@@ -188,16 +188,16 @@ def run(
     count = length**2 + 3
     flat_keys = keys.reshape(-1, 2)
     begin, update, _ = dual_averaging()
-    chain = jax.vmap(
+    chain: Any = jax.vmap(
         jax.vmap(partial(trajectory, leapfrogs=settings.leapfrogs, sizes=sizes), in_axes=(0, None, 0, 0, 0)),
         in_axes=(0, None, 0, 0, 0),
     )
-    fresh = jax.vmap(jax.vmap(partial(look_and_force, sizes=sizes), in_axes=(0, None, 0)), in_axes=(0, None, 0))
+    fresh: Any = jax.vmap(jax.vmap(partial(look_and_force, sizes=sizes), in_axes=(0, None, 0)), in_axes=(0, None, 0))
 
-    def advance(state: State, angle: Array, number: Array) -> tuple[State, Array, Array]:
+    def advance(state: State, angle: Array, number: Any) -> tuple[State, Array, Array]:
         noise = normals(flat_keys, number, count).reshape(*shape, count)
         state, probability = chain(state, data, rung, angle, noise[..., 1:])
-        exchanged = jnp.full(shape, jnp.nan)
+        exchanged: Any = jnp.full(shape, jnp.nan)
         if ladder:
             state, exchanged = exchange(state, rung, ndtr(noise[..., 0]), number, sizes)
             seen, energy, force = fresh(state.logits, data, rung)
@@ -207,7 +207,7 @@ def run(
     def warm(carried: tuple, _: None) -> tuple[tuple, None]:
         state, adaptation, number = carried
         angle = jnp.minimum(jnp.exp(adaptation[0]), LARGEST_ANGLE)
-        state, probability, _ = advance(state, angle, number)
+        state, probability = advance(state, angle, number)[:2]
         # repeats of a rung adapt together
         shortfall = jnp.broadcast_to(ACCEPTANCE - probability.mean(axis=1, keepdims=True), shape)
         return (state, update(adaptation, shortfall), number + 1), None
@@ -217,18 +217,18 @@ def run(
         state, probability, exchanged = advance(state, angle, number)
         return (state, angle, number + 1), (probability, exchanged)
 
-    def observe(state: State, number: Array) -> Any:
+    def observe(state: State, number: Any) -> Any:
         logits = state.logits.mT.reshape(-1, length, length)
         if not settings.losses:
             matrix = attention(logits, sizes.kind, length)
             nothing = jnp.full(len(logits), jnp.nan)
-            found = jax.vmap(lambda *one: order_parameters(*one, yardstick))(logits, matrix)
-            return Observables(*found, nothing, nothing, nothing)
+            found = jax.vmap(lambda one, row: order_parameters(one, row, yardstick))(logits, matrix)
+            return Observables(*found, *[nothing] * 3)
         noise = normals(flat_keys ^ jnp.uint32(1), number, sizes.vocab**2).reshape(*shape, sizes.vocab, sizes.vocab)
         output = draw_output(state.seen, rung, noise, sizes).reshape(-1, sizes.vocab, sizes.vocab)
         return jax.vmap(lambda one: measure(one, yardstick, problem))(Positional(logits, output))
 
-    def draw(carried: tuple, _: None) -> tuple[tuple, tuple]:
+    def draw(carried: Any, _: None) -> tuple[tuple, tuple]:
         carried, (probability, exchanged) = jax.lax.scan(once, carried, length=settings.thin)
         state, _, number = carried
         observed = observe(state, number)
@@ -241,8 +241,9 @@ def run(
     state = State(start, seen, energy, force, walker)
     adaptation = begin(jnp.full(shape, FIRST_ANGLE))
     adaptation = adaptation._replace(log_x_avg=jnp.zeros(shape), avg_error=jnp.zeros(shape))
-    (state, adaptation, number), _ = jax.lax.scan(warm, (state, adaptation, jnp.uint32(0)), length=settings.warmup)
+    warmed: Any = (state, adaptation, jnp.uint32(0))
+    (state, adaptation, number), _ = jax.lax.scan(warm, warmed, length=settings.warmup)
     angle = jnp.minimum(jnp.exp(adaptation[1]), LARGEST_ANGLE) if settings.warmup else jnp.full(shape, FIRST_ANGLE)
     _, traces = jax.lax.scan(draw, (state, angle, number), length=settings.draws)
     traces = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 3), traces)
-    return Trace(*traces, angle)
+    return Trace(*traces, angle=angle)

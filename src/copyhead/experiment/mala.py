@@ -29,7 +29,7 @@ FIRST_FACTOR, LARGEST_FACTOR = 0.1, 8.0
 
 
 class Adjusted(NamedTuple):
-    """observables: of shape (n, draws). acceptance: mean probability since the draw before, (n, draws). factor: on the steps."""
+    """observables: of shape (n, draws). acceptance: mean probability since the draw before, likewise. factor: on the steps."""
 
     observables: Any
     acceptance: Float[np.ndarray, "n draw"]
@@ -48,11 +48,12 @@ def sample(
     return in_chunks(run, cells, chunk or path.cells)
 
 
-def _scaled(steps: Transposed, factor: Float[Array, "cell"]) -> Transposed:
+def _scaled(steps: Any, factor: Float[Array, "cell"]) -> Any:
+    """A Step for each weight, times a factor; those of the positional network have no frame."""
     return Transposed(*(Step(jnp.asarray(step.bulk) * factor[:, None, None]) for step in steps))
 
 
-def _log_proposal(origin: Transposed, slope: Transposed, goal: Transposed, steps: Transposed, chi: Array) -> Array:
+def _log_proposal(origin: Transposed, slope: Transposed, goal: Transposed, steps: Any, chi: Array) -> Array:
     """Log density of proposing `goal` from `origin`, up to a constant of the steps."""
     total = jnp.zeros(len(chi))
     for start, down, end, step in zip(origin, slope, goal, steps, strict=True):

@@ -26,8 +26,10 @@ class ReferenceSettings(NamedTuple):
 
 
 class ReferenceTrace(NamedTuple):
-    """positions: leading axes (chain, draw). Others (chain, draw): log_density; acceptance, the mean probability of a trajectory;
-    gradients evaluated; divergent, whether the energy ran away. step: of each chain."""
+    """positions: leading axes (chain, draw). log_density. acceptance: mean probability of a trajectory. gradients: evaluated.
+
+    divergent: whether the energy ran away. step: that was adapted to.
+    """
 
     positions: Any
     log_density: Float[np.ndarray, "chain draw"]
@@ -47,7 +49,7 @@ def sample(
 
     def one(start: Any, key: Array) -> tuple:
         adapt_key, draw_key = jax.random.split(key)
-        warmup = blackjax.window_adaptation(kernel, density, **fixed)
+        warmup: Any = blackjax.window_adaptation(kernel, density, **fixed)
         (state, tuned), _ = warmup.run(adapt_key, start, num_steps=settings.warmup)
         step = kernel(density, **{**tuned, **fixed}).step
 

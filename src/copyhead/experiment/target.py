@@ -1,7 +1,7 @@
 """The posterior of one data set as log densities that any sampler can take: joint, collapsed, reduced.
 
-Plain JAX for one position at a time, through `model.energy` alone; `jax.vmap`, `jax.grad` and libraries of samplers apply. The step
-loops of this package (`langevin`, `mala`, `hamiltonian`) have faster forms of the same densities; tests hold them together.
+Plain JAX for one position at a time, through `model.energy` alone; `jax.vmap`, `jax.grad` and libraries of samplers apply. The
+step loops of this package (`langevin`, `mala`, `hamiltonian`) have faster forms of these densities; tests hold them together.
 """
 
 from __future__ import annotations

@@ -12,10 +12,11 @@ depends on the start has not converged, and says so.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 from scipy.optimize import brentq
@@ -23,14 +24,14 @@ from scipy.optimize import brentq
 from copyhead.experiment import hamiltonian
 from copyhead.experiment.cells import STARTS
 from copyhead.experiment.collapsed import Marks, Rung, Sizes, density_of_marks, order_parameter, sizes
-from copyhead.experiment.free_energy import log_weights
+from copyhead.experiment.free_energy import Profile, averaged, barrier, log_weights, profile
 from copyhead.experiment.hamiltonian import HamiltonianSettings, Trace
 from copyhead.experiment.observables import yardstick
-from copyhead.experiment.packed import Packed, PackedPath
+from copyhead.experiment.packed import PackedPath
 from copyhead.model import network, targets, tokens
 from copyhead.model.moments import Empirical
-from copyhead.model.network import Network
-from copyhead.problem import Problem, ProblemError
+from copyhead.model.network import Network, Positional
+from copyhead.problem import Problem
 
 # Of a window, in units where the action, which is chi L times something, has curvatures of order one: the distance to the next,
 # and the curvature of its bias. That must exceed the negative one of a barrier (0.33 at the preset, 0.63 at L = 48), or a
@@ -42,6 +43,10 @@ BEYOND = 2
 SCOUT = HamiltonianSettings(warmup=200, draws=100, losses=False)
 # Standard errors by which estimates from the two starts may differ, and the least acceptance of an exchange.
 AGREEMENT, EXCHANGE_GATE = 4.0, 0.05
+# P* is sought by reweighting up to this factor from the P that was sampled, either way.
+REACH = math.log(1.1)
+# Bins of F for each window.
+BINS = 2
 # A barrier counts where it is this many nats above both wells: below, the posterior has one phase with a shoulder.
 LEAST_BARRIER = 1.0
 
@@ -56,12 +61,11 @@ class Measurement(NamedTuple):
 
 
 class FreeEnergy(NamedTuple):
-    """The free energy F(aG) = -log p(aG) of one data set, in nats, from R repeats. Errors: standard errors over repeats.
+    """The free energy F = -log p of one data set, in nats, from R repeats. Errors: standard errors over repeats.
 
-    status: "one phase" where there is no barrier; then wells and what follows from them is nan.
-    place, aG: bin centers, along u and as aG. profile, error: F(aG), least value zero.
-    cG, cG_profile, cG_error: likewise of the logit order parameter.
-    wells, top: aG of the two minima and of the maximum between them. heights: of the top above the wells.
+    status: "one phase" where there is no barrier; then all below that needs one is nan.
+    along: F of the place u. by_aG, by_cG: F of aG and of cG.
+    wells, top: aG of the two minima and of the maximum between them. heights: of the top above the wells, in F of u.
     log_ratio: log of the weight of the copying phase over that of the uniform one, at P. by_start: its mean by start.
     P_star: where it is zero, by reweighting to other P. slope: d log_ratio / d ln P at P.
     exchange: the least mean acceptance of an exchange. round_trips: of states between the ends of the ladder, all repeats.
@@ -70,13 +74,9 @@ class FreeEnergy(NamedTuple):
     status: Status
     sequences: float
     chi: float
-    place: Float[np.ndarray, "b"]
-    aG: Float[np.ndarray, "b"]
-    profile: Float[np.ndarray, "b"]
-    error: Float[np.ndarray, "b"]
-    cG: Float[np.ndarray, "b"]
-    cG_profile: Float[np.ndarray, "b"]
-    cG_error: Float[np.ndarray, "b"]
+    along: Profile
+    by_aG: Profile
+    by_cG: Profile
     wells: tuple[float, float]
     top: float
     heights: tuple[Measurement, Measurement]
@@ -100,7 +100,8 @@ def starts(problem: Problem, shape: tuple[int, int, int], seed: int) -> Float[np
     """Transposed logits: even repeats from small weights, odd ones from a copying network, with the scatter of the prior."""
     rungs, repeats, data = shape
     target = targets.shift(problem.length, cyclic=problem.cyclic)
-    logits = np.stack([network.start(Network(), problem, target, start, seed).logits for start in STARTS])
+    weights = [network.start(Network(), problem, target, start, seed) for start in STARTS]
+    logits = np.stack([start.logits for start in weights if isinstance(start, Positional)])
     chosen = logits[np.arange(repeats) % 2].swapaxes(-1, -2)[None, :, None]
     random = np.random.default_rng(tokens.stream(seed, "init", 1))
     noise = random.normal(size=(rungs, repeats, data, problem.length, problem.length))
@@ -113,9 +114,13 @@ def _keys(shape: tuple[int, int, int], seed: int, use: int) -> Float[np.ndarray,
     return random.integers(0, 2**32, size=(*shape, 2), dtype=np.uint32)
 
 
+def _spacing(problem: Problem) -> float:
+    return SPACING / math.sqrt(problem.chi * problem.length)
+
+
 def ladder(low: float, high: float, problem: Problem) -> Rung:
     """Windows from one place to the other and a little beyond, with a leading axis of rungs."""
-    spacing = SPACING / math.sqrt(problem.chi * problem.length)
+    spacing = _spacing(problem)
     count = max(2, math.ceil((high - low) / spacing) + 1 + 2 * BEYOND)
     middle = (low + high) / 2
     centers = middle + spacing * (np.arange(count) - (count - 1) / 2)
@@ -174,41 +179,11 @@ def reweighted(joined: Joined, factor: float, chi: float, numbers: Sizes) -> Flo
         return joined.log_weight - energy(factor) + energy(1.0)
 
 
-def _profile(value: np.ndarray, log_weight: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """-log of the density in each bin, infinite where there is no draw. By bin, because sums over bins lose those on a barrier."""
-    bins, inside = np.searchsorted(edges, value) - 1, (value > edges[0]) & (value < edges[-1])
-    mass = np.bincount(bins[inside], np.exp(log_weight[inside] - log_weight.max()), len(edges) - 1)
-    with np.errstate(divide="ignore"):
-        return -np.log(mass / np.diff(edges))
-
-
 def _log_ratio(joined: Joined, log_weight: np.ndarray, cut: float) -> float:
     above = joined.marks.place > cut
     if not above.any() or above.all():
         return math.nan
     return float(np.logaddexp.reduce(log_weight[above]) - np.logaddexp.reduce(log_weight[~above]))
-
-
-def _barrier(place: np.ndarray, profile: np.ndarray) -> tuple[int, int, int] | None:
-    """Indices of the lower well, the top and the upper well; None where F has no barrier of LEAST_BARRIER."""
-    best, found = LEAST_BARRIER, None
-    for top in range(1, len(place) - 1):
-        below, above = int(np.argmin(profile[:top])), top + 1 + int(np.argmin(profile[top + 1 :]))
-        height = profile[top] - max(profile[below], profile[above])
-        if height > best:
-            best, found = height, (below, top, above)
-    return found
-
-
-def _spread(profiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard error over repeats of profiles that are shifted against each other by a constant.
-
-    Each is aligned by its mean over the bins that all repeats have visited.
-    """
-    seen = np.isfinite(profiles).all(axis=0)
-    aligned = np.where(seen, profiles, np.nan) - profiles[:, seen].mean(axis=1, keepdims=True)
-    mean = aligned.mean(axis=0)
-    return mean - np.nanmin(mean), aligned.std(axis=0, ddof=1) / math.sqrt(len(profiles))
 
 
 def round_trips(walker: Int[np.ndarray, "rung draw"]) -> int:
@@ -228,69 +203,72 @@ def round_trips(walker: Int[np.ndarray, "rung draw"]) -> int:
 
 
 def free_energy(trace: Trace, rung: Rung, problem: Problem, sequences: float, data: int = 0) -> FreeEnergy:
-    """The free energy of one data set of a ladder."""
+    """The free energy of one data set of a ladder that was sampled at P sequences."""
     numbers, repeats = sizes(problem), trace.energy.shape[1]
     parts = [join(trace, rung, repeat, data) for repeat in range(repeats)]
-    place = np.concatenate([part.marks.place for part in parts])
-    spacing = SPACING / math.sqrt(problem.chi * problem.length)
-    centers = rung.center[:, 0, 0]
-    edges = np.arange(centers[0] - spacing, centers[-1] + 1.5 * spacing, spacing / 2)
-    middle = (edges[1:] + edges[:-1]) / 2
-    along = order_parameter(edges, problem)
-    by_place, place_error = _spread(np.array([_profile(p.marks.place, p.log_weight, edges) for p in parts]))
-    by_aG, aG_error = _spread(np.array([_profile(order_parameter(p.marks.place, problem), p.log_weight, along) for p in parts]))
-    cG_edges = np.linspace(*np.quantile(np.concatenate([p.cG for p in parts]), [0.001, 0.999]), len(edges))
-    by_cG, cG_error = _spread(np.array([_profile(p.cG, p.log_weight, cG_edges) for p in parts]))
-    seen = np.isfinite(by_place)
-    exchange = np.nanmean(trace.exchanged[:-1, :, data], axis=(1, 2))
-    trips = sum(round_trips(trace.walker[:, repeat, data]) for repeat in range(repeats))
-    found = _barrier(middle[seen], by_place[seen])
-    common = (
-        sequences,
-        problem.chi,
-        middle,
-        order_parameter(middle, problem),
-        by_aG,
-        aG_error,
-        (cG_edges[1:] + cG_edges[:-1]) / 2,
-        by_cG,
-        cG_error,
+    center, width = np.asarray(rung.center[:, 0, 0], float), _spacing(problem) / BINS
+    edges = np.linspace(center[0], center[-1], 1 + math.ceil((center[-1] - center[0]) / width))
+
+    def seen(values: list[np.ndarray], edges: np.ndarray) -> Profile:
+        profiles = [profile(value, part.log_weight, edges) for value, part in zip(values, parts, strict=True)]
+        return averaged(edges, np.array(profiles))
+
+    places = [part.marks.place for part in parts]
+    ends = [float(end) for end in np.quantile(np.concatenate([part.cG for part in parts]), [0.001, 0.999])]
+    along = seen(places, edges)
+    profiles = (
+        along,
+        seen([order_parameter(place, problem) for place in places], order_parameter(edges, problem)),
+        seen([part.cG for part in parts], np.linspace(*ends, num=len(edges))),
     )
-    mixing = float(np.nanmin(exchange)), trips
+    exchange = float(np.nanmin(np.nanmean(trace.exchanged[:-1, :, data], axis=(1, 2))))
+    trips = sum(round_trips(trace.walker[:, repeat, data]) for repeat in range(repeats))
+    found = barrier(along, LEAST_BARRIER)
     if found is None:
-        nan = math.nan
-        absent = (nan, nan), nan, (NOT_MEASURED, NOT_MEASURED), NOT_MEASURED, (nan, nan), NOT_MEASURED, nan
-        return FreeEnergy("one phase", *common, *absent, *mixing)
-    below, top, above = (float(middle[seen][index]) for index in found)
-    profiles = np.array([_profile(p.marks.place, p.log_weight, edges)[seen] for p in parts])
-    heights = tuple(measurement(profiles[:, found[1]] - profiles[:, well]) for well in (found[0], found[2]))
-    ratios = np.array([_log_ratio(part, part.log_weight, top) for part in parts])
+        absent = (math.nan, math.nan), math.nan, (NOT_MEASURED, NOT_MEASURED), NOT_MEASURED, (math.nan, math.nan), NOT_MEASURED
+        return FreeEnergy("one phase", sequences, problem.chi, *profiles, *absent, math.nan, exchange, trips)
+    top = along.center[found[1]]
+    below, above = (
+        measurement(np.array([_rise(part, edges, found[1], well) for part in parts])) for well in (found[0], found[2])
+    )
 
     def ratio(log_factor: float, part: Joined) -> float:
         return _log_ratio(part, reweighted(part, math.exp(log_factor), problem.chi, numbers), top)
 
-    places = np.array([_root(lambda x, part=part: ratio(x, part)) for part in parts])
-    slope = float(np.mean([(ratio(0.01, part) - ratio(-0.01, part)) / 0.02 for part in parts]))
-    log_ratio, by_start = measurement(ratios), (float(ratios[::2].mean()), float(ratios[1::2].mean()))
-    apart = abs(by_start[0] - by_start[1]) / math.hypot(
-        *(np.std(ratios[start::2], ddof=1) / math.sqrt(len(ratios[start::2])) for start in (0, 1))
-    )
+    ratios = np.array([ratio(0.0, part) for part in parts])
+    stars = [sequences * math.exp(_root(partial(ratio, part=part))) for part in parts]
+    by_start = [measurement(ratios[start::2]) for start in (0, 1)]
     status: Status = "good"
-    if mixing[0] < EXCHANGE_GATE:
+    if exchange < EXCHANGE_GATE:
         status = "exchange too rare"
-    elif apart > AGREEMENT:
+    elif abs(by_start[0].mean - by_start[1].mean) > AGREEMENT * math.hypot(by_start[0].error, by_start[1].error):
         status = "depends on the start"
-    wells = float(order_parameter(np.array(below), problem)), float(order_parameter(np.array(above), problem))
-    star = measurement(sequences * np.exp(places))
-    top_aG = float(order_parameter(np.array(top), problem))
-    return FreeEnergy(status, *common, wells, top_aG, heights, log_ratio, by_start, star, slope, *mixing)
+    aG = profiles[1].center
+    return FreeEnergy(
+        status,
+        sequences,
+        problem.chi,
+        *profiles,
+        (float(aG[found[0]]), float(aG[found[2]])),
+        float(aG[found[1]]),
+        (below, above),
+        measurement(ratios),
+        (by_start[0].mean, by_start[1].mean),
+        measurement(np.array(stars)),
+        float(np.mean([(ratio(0.01, part) - ratio(-0.01, part)) / 0.02 for part in parts])),
+        exchange,
+        trips,
+    )
 
 
-# P* is sought by reweighting up to this factor from the P that was sampled, either way.
-REACH = math.log(1.1)
+def _rise(part: Joined, edges: np.ndarray, top: int, well: int) -> float:
+    """F at the top minus F in a well, of one repeat."""
+    found = profile(part.marks.place, part.log_weight, edges)
+    return float(found[top] - found[well])
 
 
-def _root(function) -> float:
+def _root(function: Callable[[float], float]) -> float:
+    """Where a function of ln P / P_sampled changes sign within REACH; nan if it does not."""
     ends = function(-REACH), function(REACH)
     if not np.isfinite(ends).all() or ends[0] * ends[1] > 0:
         return math.nan
