@@ -138,11 +138,13 @@ def test_gradients_are_those_of_differences(problem):
     for target in (Joint(seen), Collapsed(seen), Reduced(seen)):
         place = target.initial(Positional(logits, output))
         way = jax.tree.map(lambda leaf: source.normal(size=leaf.shape), place)
-        slope = target.value_and_gradient(place, CHI)[1]
+        slope = jax.jit(lambda one, target=target: target.value_and_gradient(one, CHI)[1], compiler_options=QUICK)(place)
         along = sum(float(np.sum(a * b)) for a, b in zip(jax.tree.leaves(slope), jax.tree.leaves(way), strict=True))
 
-        def at(step, target=target, place=place, way=way):
-            return float(target.log_density(jax.tree.map(lambda leaf, by: leaf + step * by, place, way), CHI))
+        density = jax.jit(lambda one, target=target: target.log_density(one, CHI), compiler_options=QUICK)
+
+        def at(step, density=density, place=place, way=way):
+            return float(density(jax.tree.map(lambda leaf, by: leaf + step * by, place, way)))
 
         # differences of fourth order: h^4 times a fifth derivative, and rounding 1e-16 / h
         h = 1e-3
@@ -173,7 +175,27 @@ def negative_log(logits, problem: Problem, rung: Rung):
 
 @cache
 def looking(problem: Problem):
-    return jax.jit(partial(collapsed.look_and_force, sizes=collapsed.sizes(problem)), compiler_options=QUICK)
+    """What the step loop takes, the density at a rung as `data_term`, whole, and from marks, and the slope of the whole."""
+    sizes = collapsed.sizes(problem)
+
+    def found(logits, data, rung):
+        seen, of_data, force = collapsed.look_and_force(logits, data, rung, sizes)
+        slope = force + rung.chi[:, None, None] * prior_gradient(logits, sizes.prior)
+        whole = collapsed.negative_log_density(seen, rung, sizes)
+        return (
+            rung.chi * seen.prior + of_data,
+            whole,
+            collapsed.density_of_marks(collapsed.marks(seen), rung, sizes),
+            slope.mT,
+        )
+
+    return jax.jit(found, compiler_options=QUICK)
+
+
+@cache
+def look(problem: Problem):
+    sizes = collapsed.sizes(problem)
+    return jax.jit(lambda logits, data: collapsed.look(logits, data, sizes)[0], compiler_options=QUICK)
 
 
 def packed(problem: Problem, count: int):
@@ -184,42 +206,26 @@ def packed(problem: Problem, count: int):
 @PROBLEMS
 def test_packed_density_and_force_are_those_of_the_target_at_every_rung(problem):
     (first, second), _ = places(problem)
-    chains, sizes = 2 * len(RUNGS), collapsed.sizes(problem)
     logits = np.stack([first, second] * len(RUNGS))
     rung = Rung(*(np.repeat(part, 2) for part in np.array(RUNGS).T))
-    held = logits.swapaxes(1, 2)
-    seen, of_data, force = looking(problem)(held, packed(problem, chains), rung)
-    whole = collapsed.negative_log_density(seen, rung, sizes)
-    np.testing.assert_allclose(rung.chi * seen.prior + of_data, whole, rtol=1e-12)
-    np.testing.assert_allclose(collapsed.density_of_marks(collapsed.marks(seen), rung, sizes), whole, rtol=1e-10)
-    force = (force + rung.chi[:, None, None] * prior_gradient(held, sizes.prior)).swapaxes(1, 2)
+    in_parts, whole, of_marks, force = looking(problem)(logits.swapaxes(1, 2), packed(problem, len(logits)), rung)
+    np.testing.assert_allclose(in_parts, whole, rtol=1e-12)
+    np.testing.assert_allclose(of_marks, whole, rtol=1e-10)
+    value = jax.jit(jax.value_and_grad(partial(negative_log, problem=problem)), compiler_options=QUICK)
     for index, one in enumerate(RUNGS):
-        value = jax.jit(jax.value_and_grad(partial(negative_log, problem=problem, rung=one)), compiler_options=QUICK)
-        (left, slope), (right, _) = value(first), value(second)
+        (left, slope), (right, _) = value(first, rung=one), value(second, rung=one)
         assert float(whole[2 * index] - whole[2 * index + 1]) == pytest.approx(float(left - right), rel=FLOAT32, abs=FLOAT32)
         np.testing.assert_allclose(force[2 * index], slope, atol=FLOAT32 * np.abs(slope).max())
-
-
-def test_marks_of_a_draw_hold_its_density_at_any_other_rung():
-    for problem in (CASES[1], CASES[-2]):
-        logits, _ = places(problem, 2)
-        sizes = collapsed.sizes(problem)
-        seen, _ = collapsed.look(logits.swapaxes(1, 2), packed(problem, 2), sizes)
-        kept = collapsed.marks(seen)
-        for one in RUNGS:
-            rung = Rung(*(np.full(2, part) for part in one))
-            np.testing.assert_allclose(
-                collapsed.density_of_marks(kept, rung, sizes), collapsed.negative_log_density(seen, rung, sizes), rtol=1e-10
-            )
 
 
 @PROBLEMS
 def test_packed_energy_and_slope_are_those_of_the_joint_target(problem):
     logits, output = places(problem)
     path, target = PackedPath(problem), Joint(posed(problem, data(problem)))
-    energy, slope = path.energy_and_slope(Transposed(logits.swapaxes(1, 2), output), packed(problem, 2))
+    held = Transposed(logits.swapaxes(1, 2), output)
+    energy, slope = jax.jit(path.energy_and_slope, compiler_options=QUICK)(held, packed(problem, 2))
     value = jax.vmap(lambda *place: target.value_and_gradient(Positional(*place), CHI))
-    log_density, gradient = value(logits, output)
+    log_density, gradient = jax.jit(value, compiler_options=QUICK)(logits, output)
     assert float(energy[0] - energy[1]) == pytest.approx(float(log_density[1] - log_density[0]) / CHI, rel=FLOAT32)
     for part, wanted in zip((slope.logits.mT, slope.output), gradient, strict=True):
         np.testing.assert_allclose(part, -wanted / CHI, atol=FLOAT32 * np.abs(wanted).max() / CHI)
@@ -244,7 +250,7 @@ def test_place_and_order_parameter_are_inverse_and_measured(problem):
     assert all(low < high for low, high in pairwise(place))
     np.testing.assert_allclose(collapsed.order_parameter(place, problem), aG, rtol=1e-12, atol=1e-14)
     (logits,), _ = places(problem, 1)
-    seen, _ = collapsed.look(logits.T[None], packed(problem, 1), collapsed.sizes(problem))
+    seen = look(problem)(logits.T[None], packed(problem, 1))
     assert float(seen.place[0]) == pytest.approx(float(place_by_hand(logits, problem)), abs=FLOAT32)
     first = 0 if problem.cyclic else 1
     matrix = softmax_or_linear(logits, problem)[first:]
@@ -259,19 +265,24 @@ def test_drawn_outputs_have_the_law_of_the_posterior(problem):
     (logits,), _ = places(problem, 1)
     vocab, rung = problem.vocab, Rung(*(np.array([part]) for part in (5.0, 1.2, 0.0, 0.0)))
     sizes = collapsed.sizes(problem)
-    seen, _ = collapsed.look(logits.T[None], packed(problem, 1), sizes)
+    seen = look(problem)(logits.T[None], packed(problem, 1))
     given = data(problem)
     energy = partial(Joint(posed(problem, given.scaled(1.2 * given.sequences))).energy, logits)
-    hessian = np.asarray(jax.hessian(energy)(np.zeros((vocab, vocab)))).reshape(vocab**2, vocab**2)
-    mean = np.linalg.solve(hessian, -np.asarray(jax.grad(energy)(np.zeros((vocab, vocab)))).ravel())
+    both = jax.jit(lambda w: (jax.grad(energy)(w), jax.hessian(energy)(w)), compiler_options=QUICK)
+    slope, hessian = (np.asarray(part) for part in both(np.zeros((vocab, vocab))))
+    hessian = hessian.reshape(vocab**2, vocab**2)
+    mean = np.linalg.solve(hessian, -slope.ravel())
     noises = np.concatenate([np.zeros((1, vocab, vocab)), np.eye(vocab**2).reshape(-1, vocab, vocab)])
-    draws = np.stack([np.asarray(collapsed.draw_output(seen, rung, noise[None], sizes))[0].ravel() for noise in noises])
+    draw = jax.jit(lambda noise: collapsed.draw_output(seen, rung, noise[None], sizes)[0].ravel(), compiler_options=QUICK)
+    draws = np.stack([np.asarray(draw(noise)) for noise in noises])
     np.testing.assert_allclose(draws[0], mean, rtol=FLOAT32, atol=FLOAT32)
     factor = draws[1:] - draws[0]
     np.testing.assert_allclose(factor.T @ factor, np.linalg.inv(hessian) / 5.0, atol=FLOAT32)
 
 
-@pytest.mark.parametrize(("fields", "field"), [({"content": True, "token_scale": 1.0}, "content"), ({"head_dimension": 64}, "head")])
+@pytest.mark.parametrize(
+    ("fields", "field"), [({"content": True, "token_scale": 1.0}, "content"), ({"head_dimension": 64}, "head")]
+)
 def test_other_networks_are_refused(fields, field):
     problem = numbers("softmax").model_copy(update=fields)
     for call in (lambda: posed(problem, data(problem)), lambda: collapsed.sizes(problem)):
