@@ -10,8 +10,9 @@ import pytest
 from arviz_stats.base.array import array_stats
 from scipy.stats import t as student
 
+from conftest import QUICK
 from copyhead.experiment import hamiltonian
-from copyhead.experiment.collapsed import Marks, Rung, Seen, density_of_marks, marks, negative_log_density, sizes
+from copyhead.experiment.collapsed import Rung, Seen, negative_log_density, sizes
 from copyhead.experiment.free_energy import averaged, log_weights, profile
 from copyhead.experiment.hamiltonian import HamiltonianSettings, State, exchange
 from copyhead.experiment.observables import yardstick
@@ -43,18 +44,25 @@ def states(rungs: int) -> tuple[State, Rung, Problem]:
     return State(logits, seen, energy, np.zeros_like(logits), walker), rung, problem
 
 
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("rungs", [2, 5])
 def test_exchange_has_the_probability_of_detailed_balance(rungs):
+    with jax.enable_x64(True):
+        check_exchange(rungs)
+
+
+def check_exchange(rungs: int) -> None:
     state, rung, problem = states(rungs)
     state, numbers = jax.tree.map(jnp.asarray, state), sizes(problem)
 
+    density = jax.jit(lambda seen, rung: negative_log_density(seen, rung, numbers), compiler_options=QUICK)
+    swap = jax.jit(lambda uniform, number: exchange(state, rung, uniform, number, numbers), compiler_options=QUICK)
+
     def energy(of: int, at: int) -> np.ndarray:
         there = Rung(*(np.asarray(part)[at] for part in rung))
-        return np.asarray(negative_log_density(jax.tree.map(lambda leaf: leaf[of], state.seen), there, numbers))
+        return np.asarray(density(jax.tree.map(lambda leaf: leaf[of], state.seen), there))
 
     for number in (0, 1):
-        after, probability = exchange(state, rung, jnp.zeros((rungs, 2, 1)), jnp.uint32(number), numbers)
+        after, probability = swap(jnp.zeros((rungs, 2, 1)), jnp.uint32(number))
         order = np.arange(rungs)
         for low in range(number, rungs - 1, 2):
             cost = energy(low, low + 1) + energy(low + 1, low) - energy(low, low) - energy(low + 1, low + 1)
@@ -64,8 +72,7 @@ def test_exchange_has_the_probability_of_detailed_balance(rungs):
         assert np.array_equal(after.walker, np.broadcast_to(order[:, None, None], (rungs, 2, 1)))
         np.testing.assert_array_equal(after.logits, state.logits[order])
         assert np.isnan(np.asarray(probability)[[i for i in range(rungs) if order[i] <= i]]).all()
-        uniform = np.ones((rungs, 2, 1))
-        kept, _ = exchange(state, rung, jnp.asarray(uniform), jnp.uint32(number), numbers)
+        kept, _ = swap(jnp.ones((rungs, 2, 1)), jnp.uint32(number))
         assert np.array_equal(kept.walker, state.walker)
 
 
@@ -80,7 +87,7 @@ def test_round_trips():
 @pytest.mark.parametrize("height", [5.0, 80.0])
 def test_windows_that_were_sampled_exactly_give_the_free_energy(height):
     """A tilted double well with a barrier in nats; each window is drawn by inverse transform on a fine grid."""
-    repeats, draws, random = 16, 400, np.random.default_rng(0)
+    repeats, draws, random = 8, 200, np.random.default_rng(0)
     grid = np.linspace(-1.6, 1.6, 20001)
     energy = height * (grid**2 - 1) ** 2 + 1.5 * grid
     # the bias is stiffer than the barrier is curved, 4 height, and windows are a width apart
@@ -113,7 +120,7 @@ def test_windows_that_were_sampled_exactly_give_the_free_energy(height):
     assert abs(np.mean(ratios) - wanted) < errors(repeats) * np.std(ratios, ddof=1) / np.sqrt(repeats)
 
 
-# A first-order transition that is near its end point (L = 16.5): barriers are 17 nats at chi = 50 and some three at 15.
+# A first-order transition that is near its end point (L = 16.5): barriers are 17 nats at chi = 50 and below two at 10.
 SMALL = Problem(length=24, vocab=4, noise=0.9, chi=50.0)
 REPEATS = 8
 
@@ -144,10 +151,10 @@ def test_P_star_is_that_of_the_theory_whatever_the_start():
 
 
 def test_free_energy_is_that_of_unbiased_chains_where_they_cross():
-    sequences = 206.0
-    found, problem = climbed(15.0, sequences), SMALL.model_copy(update={"chi": 15.0})
+    sequences = 211.0
+    found, problem = climbed(10.0, sequences), SMALL.model_copy(update={"chi": 10.0})
     assert found.status == "good"
-    assert min(height.mean for height in found.heights) > 2
+    assert min(height.mean for height in found.heights) > 1
     random, shape = np.random.default_rng(3), (1, 24, 1)
     rung = Rung(*(np.full(shape, value, np.float32) for value in (problem.chi, 1, 0, 0)))
     keys = random.integers(0, 2**32, size=(*shape, 2), dtype=np.uint32)
@@ -169,13 +176,3 @@ def test_free_energy_is_that_of_unbiased_chains_where_they_cross():
     share = copying.mean()
     ratio, error = np.log(share / (1 - share)), 1 / np.sqrt(ess * share * (1 - share))
     assert abs(ratio - found.log_ratio.mean) < errors(REPEATS) * np.hypot(error, found.log_ratio.error)
-
-
-@pytest.mark.usefixtures("x64")
-def test_marks_of_all_draws_at_once_have_their_densities():
-    state, rung, problem = states(3)
-    seen, numbers = state.seen, sizes(problem)
-    kept = marks(seen)
-    stacked = Marks(*(np.stack([part, part]) for part in kept))
-    whole = density_of_marks(stacked, rung, numbers)
-    np.testing.assert_allclose(whole[1], negative_log_density(seen, rung, numbers), rtol=1e-10)
