@@ -111,6 +111,56 @@ def predict(problem: Problem, as_json: AsJson = False) -> None:
 
 @app.command()
 @with_problem
+def sample(
+    problem: Problem,
+    sampler: Annotated[str | None, typer.Option(help="hmc (default), mala, sgld, nuts or blackjax-hmc")] = None,
+    target: Annotated[str | None, typer.Option(help="joint or collapsed (default), for nuts and blackjax-hmc")] = None,
+    chains: Annotated[int | None, typer.Option(help="chains from each of the two starts (default 4)")] = None,
+    warmup: Annotated[int | None, typer.Option(help="before the first draw (default 500)")] = None,
+    draws: Annotated[int | None, typer.Option(help="draws of a chain (default 1000)")] = None,
+    thin: Annotated[int | None, typer.Option(help="steps from one draw to the next (default 1; sgld and mala 50)")] = None,
+    seed: Annotated[int | None, typer.Option(help="of the data set and of all random draws (default 0)")] = None,
+    repeats: Annotated[int | None, typer.Option(help="independent ladders for --free-energy, even (default 4)")] = None,
+    population: Annotated[bool, typer.Option("--population", help="expected moments in place of a data set")] = False,
+    free_energy: Annotated[
+        bool, typer.Option("--free-energy", help="also F(aG) from one branch to the other, branch weights, and P*")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="file for the draws, ArviZ data as netCDF: .nc")] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace the file if it exists")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Samples the posterior at one P from both starts, and says whether the chains mixed, are metastable, or did not converge.
+
+    Examples:
+
+    - `copyhead sample --at 250`
+
+    - `copyhead sample --at 300 --free-energy --population`
+
+    - `copyhead sample --at 250 --sampler nuts --target joint --draws 500 --out draws.nc`
+    """
+    from copyhead.study.sampling import SamplingSettings, save
+    from copyhead.study.sampling import sample as solve
+
+    if out is not None and out.suffix != ".nc":
+        raise ProblemError(f"out = {str(out)!r}: must end in .nc")
+    if out is not None and not out.parent.is_dir():
+        raise ProblemError(f"out = {str(out)!r}: its folder must exist")
+    if out is not None and out.exists() and not force:
+        raise ProblemError(f"out = {str(out)!r}: exists; give --force to replace it, or another name")
+    chosen = _given(
+        sampler=sampler, target=target, chains=chains, warmup=warmup, draws=draws, thin=thin, seed=seed, repeats=repeats
+    )
+    settings = SamplingSettings(**chosen, population=population, free_energy=free_energy)
+    with _Progress("sampling", 3.0 if free_energy else 2.0) as advance:
+        found = solve(problem, settings, lambda stage: advance(0.0 if stage == "sampling" else 1.0))
+    if out is not None:
+        save(found, out)
+    typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
+
+
+@app.command()
+@with_problem
 def diagram(
     problem: Problem,
     x: Annotated[

@@ -33,6 +33,9 @@ from copyhead.problem import Problem
 
 # Acceptance that the step size is adapted to. Lower ones are cheaper in theory, but trajectories near a barrier vary.
 ACCEPTANCE = 0.85
+# Trajectories without velocity before the warm-up. A start far above its branch would otherwise turn its energy into heat, and
+# cross a barrier of many nats while it cools.
+QUENCH = 60
 # The angle of one step starts at the first and stays below the second; each trajectory varies it by a factor 1 +- JITTER.
 FIRST_ANGLE, LARGEST_ANGLE, JITTER = 0.4, 1.0, 0.2
 
@@ -194,8 +197,9 @@ def run(
     )
     fresh: Any = jax.vmap(jax.vmap(partial(look_and_force, sizes=sizes), in_axes=(0, None, 0)), in_axes=(0, None, 0))
 
-    def advance(state: State, angle: Array, number: Any) -> tuple[State, Array, Array]:
+    def advance(state: State, angle: Array, number: Any, heat: float = 1.0) -> tuple[State, Array, Array]:
         noise = normals(flat_keys, number, count).reshape(*shape, count)
+        noise = noise.at[..., 1 : 1 + length**2].multiply(heat) if heat < 1 else noise
         state, probability = chain(state, data, rung, angle, noise[..., 1:])
         exchanged: Any = jnp.full(shape, jnp.nan)
         if ladder:
@@ -203,6 +207,10 @@ def run(
             seen, energy, force = fresh(state.logits, data, rung)
             state = state._replace(seen=seen, data_energy=energy, force=force)
         return state, probability, exchanged
+
+    def cool(carried: tuple, _: None) -> tuple[tuple, None]:
+        state, number = carried
+        return (advance(state, jnp.full(shape, FIRST_ANGLE), number, heat=0.0)[0], number + 1), None
 
     def warm(carried: tuple, _: None) -> tuple[tuple, None]:
         state, adaptation, number = carried
@@ -241,7 +249,8 @@ def run(
     state = State(start, seen, energy, force, walker)
     adaptation = begin(jnp.full(shape, FIRST_ANGLE))
     adaptation = adaptation._replace(log_x_avg=jnp.zeros(shape), avg_error=jnp.zeros(shape))
-    warmed: Any = (state, adaptation, jnp.uint32(0))
+    (state, number), _ = jax.lax.scan(cool, (state, jnp.uint32(0)), length=QUENCH)
+    warmed: Any = (state, adaptation, number)
     (state, adaptation, number), _ = jax.lax.scan(warm, warmed, length=settings.warmup)
     angle = jnp.minimum(jnp.exp(adaptation[1]), LARGEST_ANGLE) if settings.warmup else jnp.full(shape, FIRST_ANGLE)
     _, traces = jax.lax.scan(draw, (state, angle, number), length=settings.draws)

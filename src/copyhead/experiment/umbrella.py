@@ -39,8 +39,8 @@ from copyhead.problem import Problem
 SPACING, STIFFNESS = 1.4, 1.25
 # The ladder goes on beyond the places seen in the two phases by this many windows.
 BEYOND = 2
-# Trajectories from either start that find the two phases.
-SCOUT = HamiltonianSettings(warmup=200, draws=100, losses=False)
+# Chains from both starts that find the two phases.
+SCOUTS, SCOUT = 4, HamiltonianSettings(warmup=200, draws=100, losses=False)
 # Standard errors by which estimates from the two starts may differ, and the least acceptance of an exchange.
 AGREEMENT, EXCHANGE_GATE = 4.0, 0.05
 # P* is sought by reweighting up to this factor from the P that was sampled, either way.
@@ -128,28 +128,44 @@ def ladder(low: float, high: float, problem: Problem) -> Rung:
     return Rung(problem.chi * ones, ones, centers, ones * STIFFNESS * problem.chi * problem.length)
 
 
+def unbiased(problem: Problem, data: Empirical, chains: int, settings: HamiltonianSettings, seed: int, fresh: int = 1) -> Trace:
+    """Chains without ladder or bias, (1, chain, data): even ones from the small start, odd ones from the copying one.
+
+    Args:
+        fresh: sequences on which the loss is measured beside the population.
+    """
+    zero = np.zeros(1)
+    rung = Rung(zero + problem.chi, zero + 1, zero, zero)
+    return _sampled(problem, data, rung, chains, settings, seed, 1, fresh)[0]
+
+
 def climb(problem: Problem, data: Empirical, repeats: int, settings: HamiltonianSettings, seed: int) -> tuple[Trace, Rung]:
     """Scouts both phases of each data set (leading axis), lays the ladder, and samples it.
 
     Returns:
         The trace, and the rungs with axes (rung, repeat, data).
     """
-    numbers, path = sizes(problem), PackedPath(problem)
-    packed = path.pack(data)
-    against = yardstick(problem, Network(), 1)
-    count = len(np.asarray(data.sequences))
-
-    def sampled(rung: Rung, shape: tuple[int, int, int], use: int, settings: HamiltonianSettings) -> tuple[Trace, Rung]:
-        whole = Rung(*(np.broadcast_to(part[:, None, None], shape).astype(np.float32) for part in rung))
-        begin, keys = starts(problem, shape, seed), _keys(shape, seed, use)
-        found = hamiltonian.run(begin, packed, whole, keys, against, numbers, settings, problem)
-        return jax.tree.map(np.asarray, found), whole
-
-    zero = np.zeros(1)
-    scout, _ = sampled(Rung(zero + problem.chi, zero + 1, zero, zero), (1, 4, count), 1, SCOUT)
-    seen = scout.marks.place
+    seen = unbiased(problem, data, SCOUTS, SCOUT, seed).marks.place
     rung = ladder(float(np.quantile(seen, 0.001)), float(np.quantile(seen, 0.999)), problem)
-    return sampled(rung, (len(rung.chi), repeats, count), 2, settings)
+    return _sampled(problem, data, rung, repeats, settings, seed, 2)
+
+
+def _sampled(
+    problem: Problem,
+    data: Empirical,
+    rung: Rung,
+    repeats: int,
+    settings: HamiltonianSettings,
+    seed: int,
+    use: int,
+    fresh: int = 1,
+) -> tuple[Trace, Rung]:
+    shape = (len(rung.chi), repeats, len(np.asarray(data.sequences)))
+    whole = Rung(*(np.broadcast_to(part[:, None, None], shape).astype(np.float32) for part in rung))
+    packed, against = PackedPath(problem).pack(data), yardstick(problem, Network(), fresh)
+    begin, keys = starts(problem, shape, seed), _keys(shape, seed, use)
+    found = hamiltonian.run(begin, packed, whole, keys, against, sizes(problem), settings, problem)
+    return jax.tree.map(np.asarray, found), whole
 
 
 class Joined(NamedTuple):
