@@ -33,9 +33,9 @@ from copyhead.problem import Problem
 
 # Acceptance that the step size is adapted to. Lower ones are cheaper in theory, but trajectories near a barrier vary.
 ACCEPTANCE = 0.85
-# Trajectories without velocity before the warm-up. A start far above its branch would otherwise turn its energy into heat, and
-# cross a barrier of many nats while it cools.
-QUENCH = 60
+# Trajectories without velocity before the warm-up, and the angle of their steps: small, to descend into the nearest branch. A
+# start far above it would otherwise turn its energy into heat, and cross a barrier of many nats before it has cooled.
+QUENCH, QUENCH_ANGLE = 60, 0.1
 # The angle of one step starts at the first and stays below the second; each trajectory varies it by a factor 1 +- JITTER.
 FIRST_ANGLE, LARGEST_ANGLE, JITTER = 0.4, 1.0, 0.2
 
@@ -210,7 +210,7 @@ def run(
 
     def cool(carried: tuple, _: None) -> tuple[tuple, None]:
         state, number = carried
-        return (advance(state, jnp.full(shape, FIRST_ANGLE), number, heat=0.0)[0], number + 1), None
+        return (advance(state, jnp.full(shape, QUENCH_ANGLE), number, heat=0.0)[0], number + 1), None
 
     def warm(carried: tuple, _: None) -> tuple[tuple, None]:
         state, adaptation, number = carried

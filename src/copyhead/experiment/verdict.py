@@ -114,7 +114,8 @@ def judge(draws: Mapping[str, Mapping[str, Float[np.ndarray, "chain draw"]]]) ->
 def _joined(chain: Float[np.ndarray, "draw"], others: Float[np.ndarray, "chain draw"]) -> bool:
     """Whether a chain samples, in the later half of its draws, what others do."""
     late = chain[len(chain) // 2 :]
-    return bool(array_stats.rhat(np.stack([late, *others[:, len(chain) - len(late) :]]), chain_axis=0, draw_axis=1) < JOINED)
+    together = np.stack([late, *others[:, len(chain) - len(late) :]])
+    return float(array_stats.rhat(together, chain_axis=0, draw_axis=1)) < JOINED
 
 
 def _least(found: Mapping[str, Sampled]) -> float:
