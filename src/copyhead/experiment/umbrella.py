@@ -30,7 +30,7 @@ from copyhead.experiment.observables import yardstick
 from copyhead.experiment.packed import PackedPath
 from copyhead.model import network, targets, tokens
 from copyhead.model.moments import Empirical
-from copyhead.model.network import Network, Positional
+from copyhead.model.network import Network, Positional, Start
 from copyhead.problem import Problem
 
 # Of a window, in units where the action, which is chi L times something, has curvatures of order one: the distance to the next,
@@ -96,13 +96,15 @@ def measurement(values: Float[np.ndarray, "repeat"]) -> Measurement:
     return Measurement(float(np.mean(values)), float(np.std(values, ddof=1) / math.sqrt(len(values))))
 
 
-def starts(problem: Problem, shape: tuple[int, int, int], seed: int) -> Float[np.ndarray, "rung repeat data L L"]:
-    """Transposed logits: even repeats from small weights, odd ones from a copying network, with the scatter of the prior."""
+def starts(
+    problem: Problem, shape: tuple[int, int, int], seed: int, kinds: tuple[Start, ...] = STARTS
+) -> Float[np.ndarray, "rung repeat data L L"]:
+    """Transposed logits: repeats from each kind of start in turn, with the scatter of the prior."""
     rungs, repeats, data = shape
     target = targets.shift(problem.length, cyclic=problem.cyclic)
-    weights = [network.start(Network(), problem, target, start, seed) for start in STARTS]
+    weights = [network.start(Network(), problem, target, start, seed) for start in kinds]
     logits = np.stack([start.logits for start in weights if isinstance(start, Positional)])
-    chosen = logits[np.arange(repeats) % 2].swapaxes(-1, -2)[None, :, None]
+    chosen = logits[np.arange(repeats) % len(kinds)].swapaxes(-1, -2)[None, :, None]
     random = np.random.default_rng(tokens.stream(seed, "init", 1))
     noise = random.normal(size=(rungs, repeats, data, problem.length, problem.length))
     spread = math.sqrt(problem.logit_variance / problem.chi) * problem.position_scale
@@ -128,15 +130,23 @@ def ladder(low: float, high: float, problem: Problem) -> Rung:
     return Rung(problem.chi * ones, ones, centers, ones * STIFFNESS * problem.chi * problem.length)
 
 
-def unbiased(problem: Problem, data: Empirical, chains: int, settings: HamiltonianSettings, seed: int, fresh: int = 1) -> Trace:
-    """Chains without ladder or bias, (1, chain, data): even ones from the small start, odd ones from the copying one.
+def unbiased(
+    problem: Problem,
+    data: Empirical,
+    chains: int,
+    settings: HamiltonianSettings,
+    seed: int,
+    fresh: int = 1,
+    kinds: tuple[Start, ...] = STARTS,
+) -> Trace:
+    """Chains without ladder or bias, (1, chain, data), from each kind of start in turn.
 
     Args:
         fresh: sequences on which the loss is measured beside the population.
     """
     zero = np.zeros(1)
     rung = Rung(zero + problem.chi, zero + 1, zero, zero)
-    return _sampled(problem, data, rung, chains, settings, seed, 1, fresh)[0]
+    return _sampled(problem, data, rung, chains, settings, seed, 1, fresh, kinds)[0]
 
 
 def climb(problem: Problem, data: Empirical, repeats: int, settings: HamiltonianSettings, seed: int) -> tuple[Trace, Rung]:
@@ -159,12 +169,15 @@ def _sampled(
     seed: int,
     use: int,
     fresh: int = 1,
+    kinds: tuple[Start, ...] = STARTS,
 ) -> tuple[Trace, Rung]:
     shape = (len(rung.chi), repeats, len(np.asarray(data.sequences)))
     whole = Rung(*(np.broadcast_to(part[:, None, None], shape).astype(np.float32) for part in rung))
     packed, against = PackedPath(problem).pack(data), yardstick(problem, Network(), fresh)
-    begin, keys = starts(problem, shape, seed), _keys(shape, seed, use)
-    found = hamiltonian.run(begin, packed, whole, keys, against, sizes(problem), settings, problem)
+    begin, keys = starts(problem, shape, seed, kinds), _keys(shape, seed, use)
+    # chi and P are in the rungs and the data: without them in the static arguments one compilation serves all
+    neutral = problem.replace(chi=1.0, sequences=None)
+    found = hamiltonian.run(begin, packed, whole, keys, against, sizes(neutral), settings, neutral)
     return jax.tree.map(np.asarray, found), whole
 
 

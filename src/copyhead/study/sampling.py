@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field
 
+from copyhead.experiment.verdict import summary
 from copyhead.problem import Problem, ProblemError
 from copyhead.record import Record
 from copyhead.theory.fluctuations import Fluctuations, fluctuations
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from xarray import DataTree
 
     from copyhead.experiment.umbrella import FreeEnergy
@@ -280,14 +282,10 @@ def _tree(
     import arviz_base
 
     count = len(observed["cG"])
-    if problem.attention == "linear" and "overlap" in observed:
-        # the mirror image (-G, -W) is as good: every chain in the sector of positive tr W
-        sign = np.where(observed["overlap"].mean(axis=1) < 0, -1.0, 1.0)[:, None]
-    elif problem.attention == "linear":
-        sign = np.where((observed["c1"] + observed["cG"]).mean(axis=1) < 0, -1.0, 1.0)[:, None]
-    else:
-        sign = 1.0
-    posterior = {name: values * sign if name in ODD else values for name, values in observed.items()}
+    posterior = observed
+    if problem.attention == "linear":
+        sign = sector(observed["c1"])[:, None]
+        posterior = {name: values * sign if name in ODD else values for name, values in observed.items()}
     tree = arviz_base.from_dict({"posterior": posterior, "sample_stats": stats})
     attributes = {
         "problem": problem.to_json(),
@@ -302,6 +300,19 @@ def _tree(
                 group[variable].attrs["long_name"] = words
         tree[name] = type(tree)(group.assign_attrs(attributes))
     return tree
+
+
+# A chain of linear attention has chosen a sector if its mean c1 is this many of its own errors from zero.
+CHOSEN = 5.0
+
+
+def sector(c1: Float[np.ndarray, "chain draw"]) -> Float[np.ndarray, "chain"]:
+    """The sign of each chain of linear attention; (G, W) and its mirror image (-G, -W) are equally good.
+
+    One for a chain that has not chosen: turning such a chain by the sign of its mean would give the mean a bias.
+    """
+    found = [summary(chain[None]) for chain in c1]
+    return np.array([-1.0 if one.mean < -CHOSEN * one.error else 1.0 for one in found])
 
 
 MEANINGS = {
