@@ -92,7 +92,13 @@ def _main(version: Annotated[bool, typer.Option("--version", help="print the ver
 
 @app.command()
 @with_problem
-def predict(problem: Problem, as_json: AsJson = False) -> None:
+def predict(
+    problem: Problem,
+    finite_chi: Annotated[
+        bool, typer.Option("--finite-chi", help="also P*, fluctuations, barrier and lifetimes at this chi (some seconds)")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Order and place of every transition, from the exact minima of the action.
 
     What is not given is taken from the preset `paper` (L = 32, V = 4, sigma^2 = 0.9). Examples:
@@ -102,10 +108,12 @@ def predict(problem: Problem, as_json: AsJson = False) -> None:
     - `copyhead predict --length 64 --vocab 10 --noise 1 --attention linear`
 
     - `copyhead predict --preset paper --at 300 --json`
+
+    - `copyhead predict --finite-chi --chi 15 --at 310`
     """
     from copyhead.prediction import predict as solve
 
-    found = solve(problem)
+    found = solve(problem, finite_chi)
     typer.echo(json.dumps(found.to_dict()) if as_json else repr(found))
 
 

@@ -293,10 +293,13 @@ def run(parts: list[Part], spec: Reproduction, store: Store, workers: int, done:
 
 
 def _worker_settings(cache: str) -> dict[str, str]:
-    """Environment of the workers: one JAX thread each, and kernels that one has compiled are there for the other."""
+    """Environment of the workers: one JAX thread each, and kernels that one has compiled are there for the other.
+
+    A cache that the user has is used.
+    """
     return {
         "NPROC": "1",
-        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
     }
 

@@ -204,7 +204,9 @@ def plane_grid(spec: Reproduction, axis: Literal["length", "vocab"], attention: 
 
 
 def parts(spec: Reproduction) -> list[Part]:
-    """All the work of a reproduction, the longest pieces first.
+    """All the work of a reproduction: of each half of the seeds the longest pieces first.
+
+    Pieces that differ in the seeds only share their kernels: one after the other they compile them once, side by side twice.
 
     Raises:
         ProblemError: if the sizes need too much memory, or the theory gives no grid of P.
@@ -251,4 +253,4 @@ def parts(spec: Reproduction) -> list[Part]:
                 scale = (size / getattr(spec.problem, axis)) ** 2
                 cost = spec.plane_points * spec.plane_seeds * spec.plane_steps * scale
                 found.append(Part(f"plane-{attention}-{axis}-{size}", "plane", varied, arguments, cost + 2e5))
-    return sorted(found, key=lambda part: -part.weight)
+    return sorted(found, key=lambda part: (0 not in part.arguments["seeds"], -part.weight))
