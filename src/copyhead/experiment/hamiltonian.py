@@ -36,9 +36,9 @@ ACCEPTANCE = 0.85
 # Trajectories without velocity before the warm-up, and the angle of their steps: small, to descend into the nearest branch. A
 # start far above it would otherwise turn its energy into heat, and cross a barrier of many nats before it has cooled.
 QUENCH, QUENCH_ANGLE = 60, 0.1
-# The angle of one step starts at the first, and that of a trajectory stays below the second: after half a turn a mode comes back
-# with the same amplitude, and its variance would not mix although its mean does. For the same reason each trajectory varies its
-# angle by a factor 1 +- JITTER.
+# The angle of one step starts at the first, and that of a trajectory stays below the second: after half a turn a mode comes
+# back with the same amplitude, and its variance would not mix although its mean does. For the same reason each trajectory
+# varies its angle by a factor 1 +- JITTER.
 FIRST_ANGLE, LARGEST_TURN, JITTER = 0.3, 2.0, 0.4
 
 

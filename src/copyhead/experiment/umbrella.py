@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 from scipy.optimize import brentq
+from scipy.stats import ttest_ind
 
 from copyhead.experiment import hamiltonian
 from copyhead.experiment.cells import STARTS
@@ -31,7 +32,7 @@ from copyhead.experiment.packed import PackedPath
 from copyhead.model import network, targets, tokens
 from copyhead.model.moments import Empirical
 from copyhead.model.network import Network, Positional, Start
-from copyhead.problem import Problem
+from copyhead.problem import Problem, ProblemError
 
 # Of a window, in units where the action, which is chi L times something, has curvatures of order one: the distance to the next,
 # and the curvature of its bias. That must exceed the negative one of a barrier (0.33 at the preset, 0.63 at L = 48), or a
@@ -41,10 +42,12 @@ SPACING, STIFFNESS = 1.4, 1.25
 BEYOND = 2
 # Chains from both starts that find the two phases.
 SCOUTS, SCOUT = 4, HamiltonianSettings(warmup=200, draws=100, losses=False)
-# Standard errors by which estimates from the two starts may differ, and the least acceptance of an exchange.
-AGREEMENT, EXCHANGE_GATE = 4.0, 0.05
+# Estimates from the two starts are called different at this rate of false alarms; the least acceptance of an exchange.
+FALSE_ALARM, EXCHANGE_GATE = 1e-3, 0.05
 # P* is sought by reweighting up to this factor from the P that was sampled, either way.
 REACH = math.log(1.1)
+# -log p of this size is still known to some tenths in float32; with more noise the Metropolis test would refuse at random.
+LARGEST_ENERGY = 2e5
 # Bins of F for each window.
 BINS = 2
 # A barrier counts where it is this many nats above both wells: below, the posterior has one phase with a shoulder.
@@ -172,6 +175,12 @@ def _sampled(
     kinds: tuple[Start, ...] = STARTS,
 ) -> tuple[Trace, Rung]:
     shape = (len(rung.chi), repeats, len(np.asarray(data.sequences)))
+    size = problem.chi * float(np.max(data.sequences)) / (2 * problem.noise)
+    if size > LARGEST_ENERGY:
+        raise ProblemError(
+            f"chi = {problem.chi:g}: must be <= {LARGEST_ENERGY * problem.chi / size:.4g} here; energies up to "
+            "chi P / (2 sigma^2) are told apart in float32"
+        )
     whole = Rung(*(np.broadcast_to(part[:, None, None], shape).astype(np.float32) for part in rung))
     packed, against = PackedPath(problem).pack(data), yardstick(problem, Network(), fresh)
     begin, keys = starts(problem, shape, seed, kinds), _keys(shape, seed, use)
@@ -196,6 +205,11 @@ def join(trace: Trace, rung: Rung, repeat: int, data: int) -> Joined:
     weights = log_weights(stiffness * (one.place[None] - center) ** 2 / 2)
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), one)
     return Joined(flat, np.asarray(trace.observables.cG[:, repeat, data], float).ravel(), weights.ravel())
+
+
+def repeats(trace: Trace, rung: Rung, data: int = 0) -> list[Joined]:
+    """Every repeat of one data set, joined."""
+    return [join(trace, rung, repeat, data) for repeat in range(trace.energy.shape[1])]
 
 
 def reweighted(joined: Joined, factor: float, chi: float, numbers: Sizes) -> Float[np.ndarray, "draw"]:
@@ -231,12 +245,17 @@ def round_trips(walker: Int[np.ndarray, "rung draw"]) -> int:
     return trips
 
 
-def free_energy(trace: Trace, rung: Rung, problem: Problem, sequences: float, data: int = 0) -> FreeEnergy:
-    """The free energy of one data set of a ladder that was sampled at P sequences."""
-    numbers, repeats = sizes(problem), trace.energy.shape[1]
-    parts = [join(trace, rung, repeat, data) for repeat in range(repeats)]
-    center, width = np.asarray(rung.center[:, 0, 0], float), _spacing(problem) / BINS
-    edges = np.linspace(center[0], center[-1], 1 + math.ceil((center[-1] - center[0]) / width))
+def free_energy(
+    trace: Trace, rung: Rung, problem: Problem, sequences: float, data: int = 0, parts: list[Joined] | None = None
+) -> FreeEnergy:
+    """The free energy of one data set of a ladder that was sampled at P sequences.
+
+    Args:
+        parts: what `repeats` found for it, if that is known already.
+    """
+    numbers = sizes(problem)
+    parts = repeats(trace, rung, data) if parts is None else parts
+    edges = _edges(rung, problem)
 
     def seen(values: list[np.ndarray], edges: np.ndarray) -> Profile:
         profiles = [profile(value, part.log_weight, edges) for value, part in zip(values, parts, strict=True)]
@@ -251,7 +270,7 @@ def free_energy(trace: Trace, rung: Rung, problem: Problem, sequences: float, da
         seen([part.cG for part in parts], np.linspace(*ends, num=len(edges))),
     )
     exchange = float(np.nanmin(np.nanmean(trace.exchanged[:-1, :, data], axis=(1, 2))))
-    trips = sum(round_trips(trace.walker[:, repeat, data]) for repeat in range(repeats))
+    trips = sum(round_trips(trace.walker[:, repeat, data]) for repeat in range(len(parts)))
     found = barrier(along, LEAST_BARRIER)
     if found is None:
         absent = (math.nan, math.nan), math.nan, (NOT_MEASURED, NOT_MEASURED), NOT_MEASURED, (math.nan, math.nan), NOT_MEASURED
@@ -270,7 +289,7 @@ def free_energy(trace: Trace, rung: Rung, problem: Problem, sequences: float, da
     status: Status = "good"
     if exchange < EXCHANGE_GATE:
         status = "exchange too rare"
-    elif abs(by_start[0].mean - by_start[1].mean) > AGREEMENT * math.hypot(by_start[0].error, by_start[1].error):
+    elif ttest_ind(ratios[::2], ratios[1::2]).pvalue < FALSE_ALARM:
         status = "depends on the start"
     aG = profiles[1].center
     return FreeEnergy(
@@ -302,3 +321,29 @@ def _root(function: Callable[[float], float]) -> float:
     if not np.isfinite(ends).all() or ends[0] * ends[1] > 0:
         return math.nan
     return float(brentq(function, -REACH, REACH, xtol=1e-7))
+
+
+def around(
+    parts: list[Joined], rung: Rung, problem: Problem, factors: tuple[float, ...]
+) -> tuple[Float[np.ndarray, "b"], Float[np.ndarray, "factor b"], Float[np.ndarray, "factor b"]]:
+    """F(aG) at other P, by factors on the P that was sampled: bin centers in aG, F and its error."""
+    numbers = sizes(problem)
+    edges = order_parameter(_edges(rung, problem), problem)
+    values = [order_parameter(part.marks.place, problem) for part in parts]
+    found = [
+        averaged(
+            edges,
+            np.array([
+                profile(value, reweighted(part, factor, problem.chi, numbers), edges)
+                for value, part in zip(values, parts, strict=True)
+            ]),
+        )
+        for factor in factors
+    ]  # fmt: skip
+    return found[0].center, np.array([one.mean for one in found]), np.array([one.error for one in found])
+
+
+def _edges(rung: Rung, problem: Problem) -> Float[np.ndarray, "b+1"]:
+    """Bins along u from the first window to the last."""
+    center, width = np.asarray(rung.center[:, 0, 0], float), _spacing(problem) / BINS
+    return np.linspace(center[0], center[-1], 1 + math.ceil((center[-1] - center[0]) / width))

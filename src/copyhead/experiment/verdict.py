@@ -60,8 +60,8 @@ def summary(draws: Float[np.ndarray, "chain draw"]) -> Sampled:
     if not np.isfinite(draws).all():
         return Sampled(float("nan"), float("nan"), float("nan"), 0.0, 0.0, float("inf"))
     mean, deviation = float(draws.mean()), float(draws.std(ddof=1))
-    if np.ptp(draws) == 0:
-        return Sampled(mean, 0.0, 0.0, float(draws.size), float(draws.size), 1.0)
+    if np.min(np.ptp(draws, axis=1)) == 0:  # a chain that never moved
+        return Sampled(mean, float("nan"), deviation, 0.0, 0.0, float("inf"))
     axes = {"chain_axis": 0, "draw_axis": 1}
     bulk = float(array_stats.ess(draws, method="bulk", **axes))
     tail = float(array_stats.ess(draws, method="tail", prob=TAIL, **axes))

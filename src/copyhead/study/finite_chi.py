@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -27,13 +27,13 @@ from copyhead.model.network import Network, Positional
 from copyhead.problem import Attention, Problem
 from copyhead.study.sampling import sector
 from copyhead.theory.fluctuations import Fluctuations, fluctuations
-from copyhead.theory.precursors import Approach, precursors
+from copyhead.theory.precursors import Approach
 from copyhead.theory.transition import phases
 
 CHIS = (5.0, 15.0, 50.0, 150.0)
 QUANTITIES = ("c1", "cG", "aG")
 # chi of the approach to a fold: the rounding by fluctuations begins at a distance that falls as chi^(-2/3).
-APPROACH_CHIS = (50.0, 500.0, 5000.0)
+APPROACH_CHIS = (50.0, 200.0, 1000.0)
 
 
 class Settings(NamedTuple):
@@ -48,8 +48,8 @@ class Settings(NamedTuple):
 class Compared(NamedTuple):
     """One quantity of one branch: sampled mean and standard deviation with errors beside the theory, differences in errors.
 
-    verdict: of the chains of both starts at this P. status: of the theory, see `Fluctuations`; "absent" if it has no such branch,
-    and then its numbers are nan.
+    verdict: of the chains of both starts at this P. status: of the theory, see `Fluctuations`; "absent" if it has no such
+    branch, and then its numbers are nan.
     """
 
     attention: Attention
@@ -109,11 +109,9 @@ def compare(
             judged = judge({start: {k: v[number::2] for k, v in drawn.items()} for number, start in enumerate(STARTS)})
             branches = list(fluctuations(here, place, found))
             for name, quantities in judged.branches.items():
-                chains = {key: values if name == "all" else values[STARTS.index(name)::2] for key, values in drawn.items()}
+                chains = {key: values if name == "all" else values[STARTS.index(name) :: 2] for key, values in drawn.items()}
                 theory = _nearest(branches, quantities["cG"].mean)
-                rows += [
-                    _row(problem, chi, place, name, judged.verdict, key, chains[key], theory) for key in QUANTITIES
-                ]
+                rows += [_row(problem, chi, place, name, judged.verdict, key, chains[key], theory) for key in QUANTITIES]
     return rows
 
 
@@ -243,9 +241,7 @@ def _theory_rate(problem: Problem, place: float, steps: tuple[float, float]) -> 
     return min(branches, key=lambda one: one.cG).relaxation if branches else math.nan
 
 
-def _rates(
-    problem: Problem, data: Empirical, quantity: str, settings: Settings
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _rates(problem: Problem, data: Empirical, quantity: str, settings: Settings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rates per step with errors from SGLD; whether a chain was shorter than 20 relaxation times."""
     from arviz_stats.base.array import array_stats
 
