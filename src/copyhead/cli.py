@@ -168,6 +168,52 @@ def sample(
 
 
 @app.command()
+@partial(with_problem, without=("attention", "sequences", "chi", "content", "head_dimension"))
+def fluctuations(
+    problem: Problem,
+    chi: Annotated[str, typer.Option(help="values at which means and deviations are compared")] = "5,15,50,150",
+    approach: Annotated[str, typer.Option(help="values at which precursors are sampled")] = "50,200,1000",
+    out: Annotated[Path | None, typer.Option(help="folder for figures and numbers, new or empty")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Theory at finite chi against sampling, both attentions: means, variances, and precursors on the way to each transition.
+
+    On expected moments, so that only the expansion in 1/chi is tested. Takes some minutes. Examples:
+
+    - `copyhead fluctuations --out fluctuations`
+
+    - `copyhead fluctuations --chi 50 --approach 50 --json`
+    """
+    from copyhead.study import finite_chi
+
+    chis, ways = (_numbers(name, text) for name, text in (("chi", chi), ("approach", approach)))
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ProblemError(f"out = {str(out)!r}: must be a new or empty folder")
+    with _Progress("sampling", finite_chi.stages(chis, ways)) as advance:
+        found = finite_chi.study(problem, chis, ways, report=lambda stage: advance(1))
+    if out is not None:
+        from copyhead.report.sampling_figures import approaches, comparison
+        from copyhead.report.style import save
+
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "fluctuations.json").write_text(json.dumps(finite_chi.records(found)), encoding="utf-8")
+        save(comparison(found.compared), out / "comparison.png")
+        save(approaches(found.approached), out / "precursors.png")
+    typer.echo(json.dumps(finite_chi.records(found)) if as_json else finite_chi.text(found))
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    """Positive numbers, separated by commas."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < value < float("inf") for value in found):
+        raise ProblemError(f"{name} = {text!r}: must be positive numbers separated by commas")
+    return found
+
+
+@app.command()
 @with_problem
 def diagram(
     problem: Problem,

@@ -289,7 +289,7 @@ def free_energy(
     status: Status = "good"
     if exchange < EXCHANGE_GATE:
         status = "exchange too rare"
-    elif ttest_ind(ratios[::2], ratios[1::2]).pvalue < FALSE_ALARM:
+    elif float(ttest_ind(ratios[::2], ratios[1::2])[1]) < FALSE_ALARM:
         status = "depends on the start"
     aG = profiles[1].center
     return FreeEnergy(

@@ -34,7 +34,7 @@ def free_energies(ladder: xr.Dataset) -> Figure:
 
 
 def approaches(found: Sequence[Approached]) -> Figure:
-    """Sampled susceptibility and relaxation rate on the way to each place. Lines: theory for chi -> infinity, dots: sampling."""
+    """Sampled susceptibility and relaxation rate on the way to each place. Lines: theory; dots: sampling."""
     places = list(dict.fromkeys((one.approach.place, one.approach.order_parameter) for one in found))
     figure, axes = panels(len(places), 2, 9.5, 3.6 * len(places))
     for row, (place, name) in enumerate(places):

@@ -27,7 +27,7 @@ from copyhead.model.network import Network, Positional
 from copyhead.problem import Attention, Problem
 from copyhead.study.sampling import sector
 from copyhead.theory.fluctuations import Fluctuations, fluctuations
-from copyhead.theory.precursors import Approach
+from copyhead.theory.precursors import Approach, precursors
 from copyhead.theory.transition import phases
 
 CHIS = (5.0, 15.0, 50.0, 150.0)
@@ -265,3 +265,78 @@ def _rates(problem: Problem, data: Empirical, quantity: str, settings: Settings)
     ])  # fmt: skip
     rate = 2 * ess / (draws * thin)
     return rate.mean(axis=1), rate.std(axis=1, ddof=1) / math.sqrt(count), ess.mean(axis=1) < 20
+
+
+class FiniteChiStudy(NamedTuple):
+    """compared: means and standard deviations of both attentions. approached: precursors, by place and chi."""
+
+    compared: list[Compared]
+    approached: list[Approached]
+
+
+def study(
+    problem: Problem,
+    chis: tuple[float, ...] = CHIS,
+    approach_chis: tuple[float, ...] = APPROACH_CHIS,
+    settings: Settings | None = None,
+    report: Callable[[str], None] = lambda stage: None,
+) -> FiniteChiStudy:
+    """Both attentions of a problem."""
+    compared: list[Compared] = []
+    approached: list[Approached] = []
+    for attention in ("softmax", "linear"):
+        here = problem.replace(attention=attention, sequences=None)
+        compared += compare(here, chis, settings, report)
+        ways = precursors(here, nearest=0.003, points=15)
+        for chi in approach_chis:
+            report(f"{attention}, precursors at chi = {chi:g}")
+            approached += approach(here, chi, ways, settings)
+    return FiniteChiStudy(compared, approached)
+
+
+def stages(chis: tuple[float, ...], approach_chis: tuple[float, ...]) -> int:
+    """How often `study` reports."""
+    return 2 * (len(chis) + len(approach_chis))
+
+
+def text(found: FiniteChiStudy) -> str:
+    """Tables in words and numbers."""
+    lines = [
+        "attention      chi        P  branch  verdict        quantity   sampled +- error    theory      z   sd / theory  theory"
+    ]
+    for one in found.compared:
+        ratio = one.deviation / one.theory_deviation if one.theory_deviation else math.nan
+        lines.append(
+            f"{one.attention:9s} {one.chi:8g} {one.P:8.1f}  {one.branch:6s}  {one.verdict:13s}  {one.quantity:8s} "
+            f"{one.mean:9.5f} +- {one.error:.5f} {one.theory:9.5f} {one.z:6.1f}  {ratio:10.3f}   {one.status}"
+        )
+    for one in found.approached:
+        way = one.approach
+        lines.append(
+            f"{way.order_parameter} to the {way.place} at P = {way.P:.2f}, chi = {one.chi:g}: distance, chi Var (theory at "
+            "infinite chi), rate per SGLD step (theory at this chi)"
+        )
+        limit = way.susceptibility[np.isin(way.sequences, one.sequences)]
+        columns = one.distance, one.susceptibility, one.susceptibility_error, limit, one.rate, one.rate_error, one.theory_rate
+        for row in zip(*columns, strict=True):
+            lines.append("  {:.4f}  {:.4f} +- {:.4f} ({:.4f})  {:.5f} +- {:.5f} ({:.5f})".format(*row))
+    return "\n".join(lines)
+
+
+def records(found: FiniteChiStudy) -> dict[str, list[dict[str, object]]]:
+    """For JSON: nan as None, arrays as lists."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, np.ndarray):
+            return [plain(one) for one in value.tolist()]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    def row(one: Compared | Approached) -> dict[str, object]:
+        fields = {name: value for name, value in one._asdict().items() if name != "approach"}
+        return {name: plain(value) for name, value in fields.items()}
+
+    ways = [
+        {"place": one.approach.place, "P_of_place": one.approach.P, "order_parameter": one.approach.order_parameter, **row(one)}
+        for one in found.approached
+    ]
+    return {"compared": [row(one) for one in found.compared], "precursors": ways}

@@ -42,7 +42,7 @@ class Reproduction(Record):
     sampled: int = Field(default=2, ge=1, description="every how many-th P is sampled by SGLD")
     sections: int = Field(default=12, ge=1, le=100, description="values of P tried at a time in the search for a jump")
     ladders: int = Field(
-        default=4, ge=0, le=100, description="data sets, beside expected moments, with F(aG) and P* by sampling"
+        default=3, ge=0, le=100, description="data sets, beside expected moments, with F(aG) and P* by sampling"
     )
     repeats: int = Field(
         default=4, ge=4, le=100, multiple_of=2, description="independent ladders of one F(aG), from both starts"
