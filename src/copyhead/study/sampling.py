@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from copyhead.experiment.verdict import summary
+from copyhead.experiment.convergence import summary
 from copyhead.problem import Problem, ProblemError
 from copyhead.record import Record
 from copyhead.theory.fluctuations import Fluctuations, fluctuations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from xarray import DataTree
 
     from copyhead.experiment.umbrella import FreeEnergy
-    from copyhead.experiment.verdict import Convergence
+    from copyhead.experiment.convergence import Convergence
     from copyhead.model.moments import Empirical
 
 Sampler = Literal["hmc", "mala", "sgld", "nuts", "blackjax-hmc"]
@@ -265,7 +265,7 @@ def ladder(problem: Problem, data: Empirical, settings: SamplingSettings) -> Fre
 
 
 def _judged(tree: DataTree) -> Convergence:
-    from copyhead.experiment.verdict import judge
+    from copyhead.experiment.convergence import judge
 
     posterior = tree["posterior"].dataset
     names = [name for name in JUDGED if name in posterior and bool(np.isfinite(posterior[name]).any())]
