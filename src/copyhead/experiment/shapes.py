@@ -1,0 +1,146 @@
+"""Shapes of a measured curve against x = ln P: no feature, a smooth step, a kink, a jump; least squares and AICc.
+
+Every shape is linear in some coefficients, which least squares gives at once. The others are searched on a grid, many at a time,
+and on finer and finer grids around the best: the squares are not smooth where a kink or a break crosses a point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+# nonlinear parameters (..., q) to basis functions (..., x, k)
+Basis = Callable[[np.ndarray], np.ndarray]
+
+# Relative size of a ridge that keeps the normal equations of the search solvable.
+RIDGE = 1e-10
+# How many of the best grid points are refined, and by how many moves on a mesh that is halved where no move helps.
+REFINED, MOVES = 2, 14
+# Step of the numerical derivative for the errors, in meshes of the grid.
+DERIVATIVE = 0.02
+
+
+class Fit(NamedTuple):
+    """A fitted shape. parameters, errors: the nonlinear ones, named by its function. values: the fitted curve at the given x.
+
+    aicc: n ln(RSS/n) + 2k + 2k(k+1)/(n-k-1) with k parameters, the variance among them; inf if n <= k + 1.
+    """
+
+    parameters: Float[np.ndarray, "q"]
+    errors: Float[np.ndarray, "q"]
+    coefficients: Float[np.ndarray, "k"]
+    values: Float[np.ndarray, "x"]
+    aicc: float
+
+
+class Curve(NamedTuple):
+    """Means y at places x = ln P in ascending order, with weights (inverse variances up to a factor)."""
+
+    x: Float[np.ndarray, "x"]
+    y: Float[np.ndarray, "x"]
+    weights: Float[np.ndarray, "x"]
+
+
+def smooth(curve: Curve) -> Fit:
+    """A parabola: a curve without any feature."""
+    x = curve.x - curve.x.mean()
+    return _fit(curve, lambda _: np.stack([np.ones_like(x), x, x**2], -1)[None], [])
+
+
+def step(curve: Curve) -> Fit:
+    """A smooth step on a sloping line, a + b x + h s((x - x0) / w)^nu with s the logistic function; (x0, ln w, ln nu).
+
+    nu = 1 is tanh; above, the foot is sharper than the shoulder, and below it is the other way round.
+    """
+    x = curve.x
+    axes = [
+        np.linspace(x[0], x[-1], 2 * len(x)),
+        np.linspace(np.log(np.diff(x).min() / 8), np.log(np.ptp(x) / 2), 9),
+        np.log([0.3, 1.1, 4.0]),
+    ]
+    return _fit(curve, lambda theta: _on_a_line(x, step_function(x, theta)), axes)
+
+
+def step_function(x: Float[np.ndarray, "x"], theta: Float[np.ndarray, "... 3"]) -> Float[np.ndarray, "... x"]:
+    """The step of height one of `step`."""
+    s = 0.5 * (1 + np.tanh((x - theta[..., :1]) / (2 * np.exp(theta[..., 1:2]))))
+    return s ** np.exp(theta[..., 2:])
+
+
+def kink(curve: Curve, side: int) -> Fit:
+    """A power law that starts at x_c on a sloping line: a + b x + u^beta (A + B u), u = max(side (x - x_c), 0); (x_c, beta).
+
+    side: 1 if it grows towards larger x, else -1.
+    """
+    x = curve.x
+
+    def basis(theta: np.ndarray) -> np.ndarray:
+        u = np.maximum(side * (x - theta[..., :1]), 0)
+        power = u ** theta[..., 1:]
+        return _on_a_line(x, power, power * u)
+
+    return _fit(curve, basis, [np.linspace(x[1], x[-2], 6 * len(x)), np.linspace(0.15, 2.4, 9)])
+
+
+def jump(curve: Curve) -> Fit:
+    """Two lines with a break in the middle of one interval; (place of the break,)."""
+    x = curve.x
+
+    def basis(theta: np.ndarray) -> np.ndarray:
+        above = (x > theta).astype(float)
+        return _on_a_line(x, above, above * (x - x.mean()))
+
+    return _fit(curve, basis, [(x[1:-2] + x[2:-1]) / 2], refine=False)
+
+
+def _on_a_line(x: np.ndarray, *functions: np.ndarray) -> np.ndarray:
+    centred = np.broadcast_to(x - x.mean(), functions[0].shape)
+    return np.stack([np.ones_like(centred), centred, *functions], -1)
+
+
+def _fit(curve: Curve, basis: Basis, axes: list[np.ndarray], refine: bool = True) -> Fit:
+    """The least squares over all nonlinear parameters between the ends of the axes."""
+    root = np.sqrt(curve.weights / curve.weights.mean())[:, None]
+    target = curve.y * root[:, 0]
+
+    def squares(theta: np.ndarray) -> np.ndarray:
+        matrix = basis(theta) * root
+        turned = matrix.swapaxes(-1, -2)
+        normal, right = turned @ matrix, turned @ target
+        ridge = RIDGE * np.einsum("...kk->...", normal)[..., None, None] * np.eye(normal.shape[-1])
+        solved = np.linalg.solve(normal + ridge, right[..., None])
+        return np.sum((target - (matrix @ solved)[..., 0]) ** 2, axis=-1)
+
+    def residual(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        matrix = basis(theta[None])[0]
+        solved = np.linalg.lstsq(matrix * root, target, rcond=1e-12)[0]
+        return target - (matrix * root) @ solved, solved
+
+    best = np.array(list(product(*axes)))
+    errors = np.full(len(axes), np.nan)
+    if axes:
+        mesh = np.array([np.ptp(axis) / (len(axis) - 1) for axis in axes])
+        best = best[np.argsort(squares(best))[: REFINED if refine else 1]]
+        around = np.array(sorted(product((-1, 0, 1), repeat=len(axes)), key=any))  # first: no move
+        low, high = np.array([axis[0] for axis in axes]), np.array([axis[-1] for axis in axes])
+        moves = np.tile(mesh / 2, (len(best), 1))
+        for _ in range(MOVES if refine else 0):
+            tried = np.clip(best[:, None] + around * moves[:, None], low, high)
+            chosen = np.argmin(squares(tried), axis=1)
+            best = tried[np.arange(len(best)), chosen]
+            moves[chosen == 0] /= 2
+        best = best[[np.argmin(squares(best))]]
+    left, solved = residual(best[0])
+    total, size, linear = float(left @ left), len(curve.x), len(solved)
+    if axes and refine:
+        shifts = DERIVATIVE * mesh * np.where(best[0] + mesh > high, -1, 1)
+        jacobian = np.stack([(residual(best[0] + move)[0] - left) for move in np.diag(shifts)], -1) / shifts
+        variance = np.diag(np.linalg.pinv(jacobian.T @ jacobian)) * total / max(size - linear - len(axes), 1)
+        errors = np.sqrt(np.maximum(variance, 0))
+    k = linear + len(axes) + 1
+    aicc = size * np.log(max(total, 1e-300) / size) + 2 * k + 2 * k * (k + 1) / (size - k - 1) if size > k + 1 else np.inf
+    return Fit(best[0], errors, solved, basis(best)[0] @ solved, float(aicc))
