@@ -15,11 +15,20 @@ from jaxtyping import Float
 
 # nonlinear parameters (..., q) to basis functions (..., x, k)
 Basis = Callable[[np.ndarray], np.ndarray]
+# those and coefficients (..., k) to whether the shape is admitted
+Admitted = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 # Relative size of a ridge that keeps the normal equations of the search solvable.
 RIDGE = 1e-10
+# Places tried for a step, and a third of those for a kink or a jump.
+MOST = 100
 # How many of the best grid points are refined, and by how many moves on a mesh that is halved where no move helps.
 REFINED, MOVES = 2, 14
+# Exponents of a kink; from one on there is none, and what fits best there says so.
+EXPONENT = 0.1, 0.8
+# The line below a kink changes by at most this part of the height of the curve: otherwise a kink in the middle of a smooth step
+# would do.
+FLAT = 0.25
 # Step of the numerical derivative for the errors, in meshes of the grid.
 DERIVATIVE = 0.02
 
@@ -52,13 +61,13 @@ def smooth(curve: Curve) -> Fit:
 
 
 def step(curve: Curve) -> Fit:
-    """A smooth step on a sloping line, a + b x + h s((x - x0) / w)^nu with s the logistic function; (x0, ln w, ln nu).
+    """A smooth step on a sloping line, a + b x + h s((x - x0) / w + ln nu)^nu with s the logistic function; (x0, ln w, ln nu).
 
-    nu = 1 is tanh; above, the foot is sharper than the shoulder, and below it is the other way round.
+    It is steepest at x0. nu = 1 is tanh; above, the foot is sharper than the shoulder, and below it is the other way round.
     """
     x = curve.x
     axes = [
-        np.linspace(x[0], x[-1], 2 * len(x)),
+        np.linspace(x[0], x[-1], min(2 * len(x), MOST)),
         np.linspace(np.log(np.diff(x).min() / 8), np.log(np.ptp(x) / 2), 9),
         np.log([0.3, 1.1, 4.0]),
     ]
@@ -67,23 +76,28 @@ def step(curve: Curve) -> Fit:
 
 def step_function(x: Float[np.ndarray, "x"], theta: Float[np.ndarray, "... 3"]) -> Float[np.ndarray, "... x"]:
     """The step of height one of `step`."""
-    s = 0.5 * (1 + np.tanh((x - theta[..., :1]) / (2 * np.exp(theta[..., 1:2]))))
-    return s ** np.exp(theta[..., 2:])
+    z = (x - theta[..., :1]) / np.exp(theta[..., 1:2]) + theta[..., 2:]
+    return (0.5 * (1 + np.tanh(z / 2))) ** np.exp(theta[..., 2:])
 
 
-def kink(curve: Curve, side: int) -> Fit:
-    """A power law that starts at x_c on a sloping line: a + b x + u^beta (A + B u), u = max(side (x - x_c), 0); (x_c, beta).
+def kink(curve: Curve, side: int, exponent: float | None = None) -> Fit:
+    """A power law that starts at x_c on a line: a + b x + u^beta (A + B u), u = max(side (x - x_c), 0); (x_c, beta) or (x_c,).
 
-    side: 1 if it grows towards larger x, else -1.
+    side: 1 if it grows towards larger x, else -1. exponent: a fixed beta. The line is nearly flat where u = 0.
     """
-    x = curve.x
+    x, height = curve.x, np.ptp(curve.y)
 
     def basis(theta: np.ndarray) -> np.ndarray:
         u = np.maximum(side * (x - theta[..., :1]), 0)
-        power = u ** theta[..., 1:]
+        power = u ** (theta[..., 1:] if exponent is None else exponent)
         return _on_a_line(x, power, power * u)
 
-    return _fit(curve, basis, [np.linspace(x[1], x[-2], 6 * len(x)), np.linspace(0.15, 2.4, 9)])
+    def flat(theta: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
+        length = side * (theta[..., 0] - (x[0] if side > 0 else x[-1]))
+        return np.abs(coefficients[..., 1]) * length <= FLAT * height
+
+    places = np.linspace(x[1], x[-2], min(6 * len(x), 3 * MOST))
+    return _fit(curve, basis, [places] if exponent else [places, np.linspace(*EXPONENT, 6)], admitted=flat)
 
 
 def jump(curve: Curve) -> Fit:
@@ -94,7 +108,8 @@ def jump(curve: Curve) -> Fit:
         above = (x > theta).astype(float)
         return _on_a_line(x, above, above * (x - x.mean()))
 
-    return _fit(curve, basis, [(x[1:-2] + x[2:-1]) / 2], refine=False)
+    breaks = (x[1:-2] + x[2:-1]) / 2
+    return _fit(curve, basis, [breaks[:: 1 + len(breaks) // (3 * MOST)]], refine=False)
 
 
 def _on_a_line(x: np.ndarray, *functions: np.ndarray) -> np.ndarray:
@@ -102,7 +117,7 @@ def _on_a_line(x: np.ndarray, *functions: np.ndarray) -> np.ndarray:
     return np.stack([np.ones_like(centred), centred, *functions], -1)
 
 
-def _fit(curve: Curve, basis: Basis, axes: list[np.ndarray], refine: bool = True) -> Fit:
+def _fit(curve: Curve, basis: Basis, axes: list[np.ndarray], refine: bool = True, admitted: Admitted | None = None) -> Fit:
     """The least squares over all nonlinear parameters between the ends of the axes."""
     root = np.sqrt(curve.weights / curve.weights.mean())[:, None]
     target = curve.y * root[:, 0]
@@ -113,7 +128,8 @@ def _fit(curve: Curve, basis: Basis, axes: list[np.ndarray], refine: bool = True
         normal, right = turned @ matrix, turned @ target
         ridge = RIDGE * np.einsum("...kk->...", normal)[..., None, None] * np.eye(normal.shape[-1])
         solved = np.linalg.solve(normal + ridge, right[..., None])
-        return np.sum((target - (matrix @ solved)[..., 0]) ** 2, axis=-1)
+        total = np.sum((target - (matrix @ solved)[..., 0]) ** 2, axis=-1)
+        return total if admitted is None else np.where(admitted(theta, solved[..., 0]), total, np.inf)
 
     def residual(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         matrix = basis(theta[None])[0]
@@ -142,5 +158,7 @@ def _fit(curve: Curve, basis: Basis, axes: list[np.ndarray], refine: bool = True
         variance = np.diag(np.linalg.pinv(jacobian.T @ jacobian)) * total / max(size - linear - len(axes), 1)
         errors = np.sqrt(np.maximum(variance, 0))
     k = linear + len(axes) + 1
-    aicc = size * np.log(max(total, 1e-300) / size) + 2 * k + 2 * k * (k + 1) / (size - k - 1) if size > k + 1 else np.inf
+    # exact values would have a logarithm without end
+    total = max(total, size * (1e-9 * np.ptp(curve.y)) ** 2)
+    aicc = size * np.log(total / size) + 2 * k + 2 * k * (k + 1) / (size - k - 1) if size > k + 1 else np.inf
     return Fit(best[0], errors, solved, basis(best)[0] @ solved, float(aicc))

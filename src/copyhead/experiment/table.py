@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 
+from copyhead.experiment.shapes import Curve
 from copyhead.record import ProblemError
 
 # Names by which a column is known if none is given, the first that the header has.
@@ -52,7 +54,9 @@ class Table:
         for name in ("control", "chi", "size"):
             values = getattr(self, name)
             if values is not None and not np.all((values > 0) & np.isfinite(values)):
-                raise ProblemError(f"{name} = {values[~((values > 0) & np.isfinite(values))][0]:g}: must be a finite number > 0")
+                raise ProblemError(
+                    f"{name} = {values[~((values > 0) & np.isfinite(values))][0]:g}: must be a finite number > 0"
+                )
         if len(places := np.unique(self.control)) < FEWEST:
             raise ProblemError(f"control: {len(places)} different values; must be at least {FEWEST}")
         for name in ("order", "loss"):
@@ -139,3 +143,34 @@ def _number(role: str, name: str, line: int, text: str) -> float:
     if not (math.isfinite(value) and wanted[0](value)):
         raise ProblemError(f"{name} = {text!r} in line {line}: must be {wanted[1]}")
     return value
+
+
+class Runs(NamedTuple):
+    """Runs of one table in the sense of growing order parameter. index: of the grid point of each; curve: means over runs.
+
+    scatter: standard deviation of one run around the mean at its P, nan if nothing is repeated.
+    """
+
+    x: Float[np.ndarray, "run"]
+    y: Float[np.ndarray, "run"]
+    index: Int[np.ndarray, "run"]
+    curve: Curve
+    scatter: float
+    table: Table
+
+    @property
+    def grid(self) -> np.ndarray:
+        return np.exp(self.curve.x)
+
+
+def runs_of(table: Table) -> Runs:
+    x = np.log(table.control)
+    places, index = np.unique(x, return_inverse=True)
+    errors = np.ones_like(x) if table.error is None else table.error
+    weights = np.bincount(index, errors**-2.0)
+    mean = np.bincount(index, table.order * errors**-2.0) / weights
+    # lines and steps may fall as well: the sense is that of the means against P
+    y, mean = (table.order, mean) if np.polyfit(places, mean, 1)[0] >= 0 else (-table.order, -mean)
+    freedom = len(x) - len(places)
+    scatter = float(np.sqrt(np.sum((y - mean[index]) ** 2) / freedom)) if freedom else float("nan")
+    return Runs(x, y, index, Curve(places, mean, weights), scatter, table)
