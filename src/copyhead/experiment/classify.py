@@ -120,10 +120,18 @@ def _coexistence(runs: Runs, found: Branches, evidence: tuple[Quantity, ...]) ->
 def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity, ...]) -> Classification:
     """Second-order, crossover or undetermined, for runs without coexistence."""
     curve, grid = runs.curve, runs.grid
-    jump = shapes.jump(curve)
+    jump, cubic = shapes.jump(curve), shapes.smooth(curve, degree=3)
+    step = min(step, shapes.step(curve, heavy=True), key=lambda fit: fit.aicc)
     side, kink = min(((side, shapes.kink(curve, side)) for side in (1, -1)), key=lambda pair: pair[1].aicc)
     bend = shapes.kink(curve, side, exponent=1.0)
-    compared = {"a parabola": no_feature, "a jump": jump, "a smooth step": step, "a kink": kink, "a kink of exponent 1": bend}
+    compared = {
+        "a parabola": no_feature,
+        "a cubic": cubic,
+        "a jump": jump,
+        "a smooth step": step,
+        "a kink": kink,
+        "a kink of exponent 1": bend,
+    }
     best = min(fit.aicc for fit in compared.values())
     if not all(np.isfinite(fit.aicc) for fit in compared.values()):
         return Classification("undetermined", f"{len(grid)} values of P are too few to compare shapes", evidence=evidence)
@@ -151,7 +159,7 @@ def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity
         return undetermined("the scatter is too large: the order parameter changes by little more than it")
     if no_feature.aicc < best + OVER_PARABOLA:
         return undetermined("no transition in the range: a parabola describes the order parameter as well")
-    if kink.aicc < min(step.aicc - KINK_OVER_STEP, jump.aicc - KINK_OVER_JUMP, bend.aicc - KINK_OVER_BEND):
+    if kink.aicc < min(step.aicc - KINK_OVER_STEP, cubic.aicc - KINK_OVER_STEP, jump.aicc - KINK_OVER_JUMP, bend.aicc - KINK_OVER_BEND):
         if grown < KINK_POINTS:
             return undetermined("the rise of the kink is narrower than the grid")
         reason = f"continuous, with a kink of exponent {beta:.2f} +- {beta_error:.2f}; no smooth step, jump or bend describes it as well"

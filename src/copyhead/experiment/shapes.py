@@ -54,30 +54,33 @@ class Curve(NamedTuple):
     weights: Float[np.ndarray, "x"]
 
 
-def smooth(curve: Curve) -> Fit:
-    """A parabola: a curve without any feature."""
-    x = curve.x - curve.x.mean()
-    return _fit(curve, lambda _: np.stack([np.ones_like(x), x, x**2], -1)[None], [])
+def smooth(curve: Curve, degree: int = 2) -> Fit:
+    """A polynomial: a curve without any feature."""
+    x = (curve.x - curve.x.mean()) / np.ptp(curve.x)
+    return _fit(curve, lambda _: np.stack([x**power for power in range(degree + 1)], -1)[None], [])
 
 
-def step(curve: Curve) -> Fit:
-    """A smooth step on a sloping line, a + b x + h s((x - x0) / w + ln nu)^nu with s the logistic function; (x0, ln w, ln nu).
-
-    It is steepest at x0. nu = 1 is tanh; above, the foot is sharper than the shoulder, and below it is the other way round.
-    """
+def step(curve: Curve, heavy: bool = False) -> Fit:
+    """A smooth step on a sloping line, a + b x + h `step_function`; (x0, ln w, ln nu), or (x0, ln w) if heavy."""
     x = curve.x
     axes = [
         np.linspace(x[0], x[-1], min(2 * len(x), MOST)),
         np.linspace(np.log(np.diff(x).min() / 8), np.log(np.ptp(x) / 2), 9),
         np.log([0.3, 1.1, 4.0]),
     ]
-    return _fit(curve, lambda theta: _on_a_line(x, step_function(x, theta)), axes)
+    return _fit(curve, lambda theta: _on_a_line(x, step_function(x, theta)), axes[:2] if heavy else axes)
 
 
-def step_function(x: Float[np.ndarray, "x"], theta: Float[np.ndarray, "... 3"]) -> Float[np.ndarray, "... x"]:
-    """The step of height one of `step`."""
-    z = (x - theta[..., :1]) / np.exp(theta[..., 1:2]) + theta[..., 2:]
-    return (0.5 * (1 + np.tanh(z / 2))) ** np.exp(theta[..., 2:])
+def step_function(x: Float[np.ndarray, "x"], theta: Float[np.ndarray, "... q"]) -> Float[np.ndarray, "... x"]:
+    """A step of height one that is steepest at x0: s((x - x0) / w + ln nu)^nu with s the logistic function.
+
+    nu = 1 is tanh; above, the foot is sharper than the shoulder, and below it is the other way round. Without nu it is the step
+    1/2 + atan((x - x0) / w) / pi with heavy tails.
+    """
+    z = (x - theta[..., :1]) / np.exp(theta[..., 1:2])
+    if theta.shape[-1] == 2:
+        return 0.5 + np.arctan(z) / np.pi
+    return (0.5 * (1 + np.tanh((z + theta[..., 2:]) / 2))) ** np.exp(theta[..., 2:])
 
 
 def kink(curve: Curve, side: int, exponent: float | None = None) -> Fit:
