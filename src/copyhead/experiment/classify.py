@@ -121,7 +121,6 @@ def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity
     """Second-order, crossover or undetermined, for runs without coexistence."""
     curve, grid = runs.curve, runs.grid
     jump, cubic = shapes.jump(curve), shapes.smooth(curve, degree=3)
-    step = min(step, shapes.step(curve, heavy=True), key=lambda fit: fit.aicc)
     side, kink = min(((side, shapes.kink(curve, side)) for side in (1, -1)), key=lambda pair: pair[1].aicc)
     bend = shapes.kink(curve, side, exponent=1.0)
     compared = {

@@ -13,6 +13,8 @@ from copyhead.experiment.verdict import Quantity
 
 # Between two branches is this part of their gap.
 MIDDLE = 0.25, 0.75
+# A run is on one branch and not on the other where they are this many scatters apart.
+APART = 4.0
 # Share of the grid at either end from which the two branches start.
 ENDS = 5
 ROUNDS = 20
@@ -70,7 +72,11 @@ def branches(x: Float[np.ndarray, "run"], y: Float[np.ndarray, "run"], index: In
     scatter = max(float(np.sqrt(np.sum(left**2) / max(len(y) - LINES, 1))), 1e-9 * float(np.ptp(y)))
     height = (y - lower) / np.where(gap > 0, gap, np.nan)
     between = (height > MIDDLE[0]) & (height < MIDDLE[1])
-    return Branches(above, gap, scatter, between, (int(index[above].min()), int(index[~above].max())))
+    # where the lines meet a run is on either
+    apart = gap > APART * scatter
+    if not ((above & apart).any() and (~above & apart).any()):
+        return None
+    return Branches(above, gap, scatter, between, (int(index[above & apart].min()), int(index[~above & apart].max())))
 
 
 def two_branches(runs: Runs, found: Branches, curves: tuple[Fit, ...]) -> tuple[Quantity, ...]:

@@ -60,15 +60,26 @@ def smooth(curve: Curve, degree: int = 2) -> Fit:
     return _fit(curve, lambda _: np.stack([x**power for power in range(degree + 1)], -1)[None], [])
 
 
-def step(curve: Curve, heavy: bool = False) -> Fit:
-    """A smooth step on a sloping line, a + b x + h `step_function`; (x0, ln w, ln nu), or (x0, ln w) if heavy."""
+def step(curve: Curve) -> Fit:
+    """A smooth step on a sloping line: the best in AICc of a + b x + h S and, where the slope changes too, + c (x - x0) S.
+
+    S is a `step_function` of (x0, ln w), with heavy tails, or of (x0, ln w, ln nu).
+    """
     x = curve.x
-    axes = [
-        np.linspace(x[0], x[-1], min(2 * len(x), MOST)),
-        np.linspace(np.log(np.diff(x).min() / 8), np.log(np.ptp(x) / 2), 9),
-        np.log([0.3, 1.1, 4.0]),
-    ]
-    return _fit(curve, lambda theta: _on_a_line(x, step_function(x, theta)), axes[:2] if heavy else axes)
+    places = np.linspace(x[0], x[-1], min(2 * len(x), MOST))
+    widths = np.linspace(np.log(np.diff(x).min() / 8), np.log(np.ptp(x) / 2), 9)
+    skews = np.log([0.3, 1.1, 4.0])
+
+    def on_one_line(theta: np.ndarray) -> np.ndarray:
+        return _on_a_line(x, step_function(x, theta))
+
+    def between_two(theta: np.ndarray) -> np.ndarray:
+        s = step_function(x, theta)
+        return _on_a_line(x, s, s * (x - theta[..., :1]))
+
+    tried = [_fit(curve, on_one_line, [places, widths])]
+    tried += [_fit(curve, basis, [places, widths, skews]) for basis in (on_one_line, between_two)]
+    return min(tried, key=lambda fit: fit.aicc)
 
 
 def step_function(x: Float[np.ndarray, "x"], theta: Float[np.ndarray, "... q"]) -> Float[np.ndarray, "... x"]:
@@ -104,15 +115,22 @@ def kink(curve: Curve, side: int, exponent: float | None = None) -> Fit:
 
 
 def jump(curve: Curve) -> Fit:
-    """Two lines with a break in the middle of one interval; (place of the break,)."""
+    """A break in the middle of one interval between two lines or parabolas, the better in AICc; (place of the break,)."""
     x = curve.x
+    centred = (x - x.mean()) / np.ptp(x)
 
-    def basis(theta: np.ndarray) -> np.ndarray:
+    def lines(theta: np.ndarray) -> np.ndarray:
         above = (x > theta).astype(float)
-        return _on_a_line(x, above, above * (x - x.mean()))
+        return _on_a_line(x, above, above * centred)
+
+    def parabolas(theta: np.ndarray) -> np.ndarray:
+        above = (x > theta).astype(float)
+        u = x - theta  # fewest terms that bend on both sides of the break
+        return _on_a_line(x, above, above * centred, above * u**2, (1 - above) * u**2)
 
     breaks = (x[1:-2] + x[2:-1]) / 2
-    return _fit(curve, basis, [breaks[:: 1 + len(breaks) // (3 * MOST)]], refine=False)
+    axes = [breaks[:: 1 + len(breaks) // (3 * MOST)]]
+    return min((_fit(curve, basis, axes, refine=False) for basis in (lines, parabolas)), key=lambda fit: fit.aicc)
 
 
 def _on_a_line(x: np.ndarray, *functions: np.ndarray) -> np.ndarray:
