@@ -17,6 +17,7 @@ class Ranges(NamedTuple):
     noise: tuple[float, float] = (0.02, 0.1)  # of one run
     slope: tuple[float, float] = (-0.1, 0.3)  # of the background over the whole range
     repeats: tuple[int, int] = (1, 8)
+    flat: tuple[float, float] = (-0.05, 0.1)  # second-order: the background instead of `slope`
     window: tuple[float, float] = (2.5, 6.0)  # first-order: coexistence
     fold: tuple[float, float] = (0.0, 0.3)  # first-order: how much each branch bends before it ends
     scatter: tuple[float, float] = (0.0, 0.5)  # first-order: of the place of the jump from run to run
@@ -92,8 +93,8 @@ def second_order(seed: int, ranges: Ranges = TUNED, points: int = 20, mirrored: 
     top = np.exp(draw.x[-1] - draw.place) - 1
     m = np.sqrt(t / (1 + c * t) / (top / (1 + c * top)))
     level = np.sqrt(m**2 + draw.of("rounding") ** 2)
+    draw.slope = 0.0 if mirrored else draw.of("flat")
     if mirrored:
-        draw.slope = 0.0
         return draw.table(rows, m * draw.rng.choice([-1, 1], size=rows.shape), base=0.0)
     return draw.table(rows, level)
 

@@ -34,6 +34,8 @@ STEP_OVER_KINK, STEP_OVER_JUMP, STEP_OVER_BEND, STEP_POINTS = 2.0, 3.0, -3.0, 2
 OVER_PARABOLA = 3.0
 # The first and last point see at most this part of a step still to come, or already gone.
 SHOULDER = 0.25
+# A curve that falls back behind an extremum by this part of its height is classified on the steeper side of that only.
+FALLS_BACK = 0.3
 # Height over scatter of a mean below which there is nothing to classify.
 VISIBLE = 5.0
 # Evidence that is followed from one chi or size to the next.
@@ -120,6 +122,12 @@ def _coexistence(runs: Runs, found: Branches, evidence: tuple[Quantity, ...]) ->
 def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity, ...]) -> Classification:
     """Second-order, crossover or undetermined, for runs without coexistence."""
     curve, grid = runs.curve, runs.grid
+    part = _monotone(curve)
+    notes: tuple[str, ...] = ()
+    if len(part.x) < len(grid):
+        curve, grid = part, np.exp(part.x)
+        notes = (f"not monotone: only P = {grid[0]:.4g} .. {grid[-1]:.4g} is classified",)
+        no_feature, step = shapes.smooth(curve), shapes.step(curve)
     jump, cubic = shapes.jump(curve), shapes.smooth(curve, degree=3)
     side, kink = min(((side, shapes.kink(curve, side)) for side in (1, -1)), key=lambda pair: pair[1].aicc)
     bend = shapes.kink(curve, side, exponent=1.0)
@@ -133,7 +141,8 @@ def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity
     }
     best = min(fit.aicc for fit in compared.values())
     if not all(np.isfinite(fit.aicc) for fit in compared.values()):
-        return Classification("undetermined", f"{len(grid)} values of P are too few to compare shapes", evidence=evidence)
+        reason = f"{len(grid)} values of P are too few to compare shapes"
+        return Classification("undetermined", reason, evidence=evidence, notes=notes)
     height = float(np.ptp(curve.y))
     fitted = min(compared.values(), key=lambda fit: fit.aicc)
     noise = max(float(np.sqrt(np.mean((curve.y - fitted.values) ** 2))), 1e-9 * height)
@@ -152,7 +161,7 @@ def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity
     )
 
     def undetermined(reason: str) -> Classification:
-        return Classification("undetermined", reason, evidence=evidence)
+        return Classification("undetermined", reason, evidence=evidence, notes=notes)
 
     if height < VISIBLE * noise:
         return undetermined("the scatter is too large: the order parameter changes by little more than it")
@@ -162,7 +171,7 @@ def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity
         if grown < KINK_POINTS:
             return undetermined("the rise of the kink is narrower than the grid")
         reason = f"continuous, with a kink of exponent {beta:.2f} +- {beta_error:.2f}; no smooth step, jump or bend describes it as well"
-        return Classification("second-order", reason, *_place(kink), evidence)
+        return Classification("second-order", reason, *_place(kink), evidence, notes)
     if jump.aicc < min(step.aicc + STEP_OVER_JUMP, kink.aicc + KINK_OVER_JUMP):
         where = int(np.searchsorted(curve.x, jump.parameters[0]))
         return undetermined(
@@ -175,7 +184,18 @@ def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity
         return undetermined("it changes as a smooth step that is narrower than the grid")
     if not (risen[0] < SHOULDER and risen[-1] > 1 - SHOULDER):
         return undetermined("the step reaches the edge of the grid")
-    return Classification("crossover", "a smooth step without kink or jump, resolved by the grid", *_place(step), evidence)
+    return Classification("crossover", "a smooth step without kink or jump, resolved by the grid", *_place(step), evidence, notes)
+
+
+def _monotone(curve: Curve) -> Curve:
+    """The curve up to an extremum or from it on, whichever side changes more, where both sides change much; else all of it."""
+    ends = curve.y[:2].mean(), curve.y[-2:].mean()
+    for extreme in (int(np.argmax(curve.y)), int(np.argmin(curve.y))):
+        left, right = (abs(curve.y[extreme] - end) for end in ends)
+        if min(left, right) > FALLS_BACK * np.ptp(curve.y):
+            kept = slice(0, extreme + 1) if left >= right else slice(extreme, None)
+            return Curve(*(column[kept] for column in curve))
+    return curve
 
 
 def _grown(curve: Curve, kink: Fit) -> int:

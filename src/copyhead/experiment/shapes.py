@@ -24,11 +24,11 @@ RIDGE = 1e-10
 MOST = 100
 # How many of the best grid points are refined, and by how many moves on a mesh that is halved where no move helps.
 REFINED, MOVES = 2, 14
-# Exponents of a kink; from one on there is none, and what fits best there says so.
-EXPONENT = 0.1, 0.8
-# The line below a kink changes by at most this part of the height of the curve: otherwise a kink in the middle of a smooth step
-# would do.
-FLAT = 0.25
+# Exponents of a kink.
+EXPONENT = 0.1, 0.65
+# On its disordered side the curve is flat up to this part of its height: the exponential foot of a step can else pass for a line
+# that ends in a kink.
+FLAT = 0.06
 # Step of the numerical derivative for the errors, in meshes of the grid.
 DERIVATIVE = 0.02
 
