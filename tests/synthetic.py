@@ -62,7 +62,7 @@ class Draw:
 
 
 def first_order(seed: int, ranges: Ranges = TUNED, points: int = 20, starts: int = 2) -> Table:
-    """Two branches that end at folds. starts = 1: which branch a run is on inside the window is random, more so the upper one."""
+    """Two branches that end at folds. starts = 1: in the window the branch of a run is random."""
     draw = Draw(seed, ranges, points)
     window = draw.of("window") * draw.spacing
     bend = draw.of("fold")

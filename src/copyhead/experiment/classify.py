@@ -1,8 +1,8 @@
 """Order of a transition from data alone: first-order, second-order, crossover or undetermined, with the evidence.
 
-First-order needs both phases seen at the same P, at two grid points at least: by two starts (hysteresis) or by repeats
-(bimodality). A jump between two neighbouring points is none: a continuous change may be as steep. A curve without coexistence is
-compared with shapes (`shapes`): a power law that starts at P_c, a smooth step, a jump, and no feature.
+First-order needs both phases at the same P, at two grid points at least: by two starts (hysteresis) or by repeats
+(bimodality). A jump between two neighbouring points is none, as a continuous change may be as steep. A curve without
+coexistence is compared with shapes (`shapes`): a power law that starts at P_c, a smooth step, a jump, and no feature.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ SEPARATION = 5.0
 COEXISTING, BETWEEN = 2, 0.15
 # ... and which describe the runs better than a smooth curve by this difference in ln likelihood.
 TWO_BRANCHES = 8.0
-# Second-order: the kink is better in AICc than a smooth step, than a jump and than a kink of exponent one by these differences (a
-# ratio of e^2 in weight for 4), and has this many grid points on its rise, between these parts of its height.
+# Second-order: the kink is better in AICc than a smooth step or a cubic, than a jump and than a kink of exponent one by these
+# differences (4 is a ratio of e^2 in weight), and has this many grid points on its rise, between these parts of its height.
 KINK_OVER_STEP, KINK_OVER_JUMP, KINK_OVER_BEND, KINK_POINTS = 4.0, 2.0, -1.0, 3
 RISE = 0.15, 0.85
-# Crossover: likewise for the smooth step against a kink, a jump and a kink of exponent one, which has two parameters less.
-STEP_OVER_KINK, STEP_OVER_JUMP, STEP_OVER_BEND, STEP_POINTS = 2.0, 3.0, -3.0, 2
+# Crossover: likewise for the smooth step against a kink, a jump and a kink of exponent one.
+STEP_OVER_KINK, STEP_OVER_JUMP, STEP_OVER_BEND, STEP_POINTS = 6.0, 3.0, 1.0, 2
+# Shapes are compared from this many values of P on.
+COMPARABLE = 10
 # Any transition: the best shape is better than a parabola by this difference.
 OVER_PARABOLA = 3.0
 # The first and last point see at most this part of a step still to come, or already gone.
@@ -39,7 +41,8 @@ FALLS_BACK = 0.3
 # Height over scatter of a mean below which there is nothing to classify.
 VISIBLE = 5.0
 # Evidence that is followed from one chi or size to the next.
-WIDTH, GAP = "width w of the step in ln P", "gap between the branches"
+WIDTH, GAP = "width of the step in ln P", "gap between the branches"
+STAYS = {GAP: "first-order", WIDTH: "crossover"}
 # Trend: a power of chi or size that is different from zero by this many errors and by this much contradicts a verdict.
 TREND, POWER = 3.0, 0.1
 
@@ -76,7 +79,7 @@ def _one(table: Table) -> Classification:
     runs = runs_of(table)
     no_feature, step = shapes.smooth(runs.curve), shapes.step(runs.curve)
     starts, disagreeing = hysteresis(runs)
-    found = branches(runs.x, runs.y, runs.index)
+    found = branches(runs.x, runs.y, runs.point)
     two: tuple[Quantity, ...] = ()
     if found is not None:
         separation, both, between, likelihood, gap = two_branches(runs, found, (no_feature, step))
@@ -102,7 +105,7 @@ def _coexistence(runs: Runs, found: Branches, evidence: tuple[Quantity, ...]) ->
     heat, contradicts = latent_heat(runs, found)
     evidence += heat
     if first == 0 or last == len(grid) - 1:
-        reason = f"two branches coexist up to the edge of the grid, {grid[first]:.4g} .. {grid[last]:.4g}: the window is not seen whole"
+        reason = f"two branches coexist up to the edge of the grid, {grid[first]:.4g} .. {grid[last]:.4g}"
         return Classification("undetermined", reason, evidence=evidence)
     # each fold lies between the last point that has only one branch and the next
     window = float(np.sqrt(grid[first - 1] * grid[first])), float(np.sqrt(grid[last] * grid[last + 1]))
@@ -140,7 +143,7 @@ def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity
         "a kink of exponent 1": bend,
     }
     best = min(fit.aicc for fit in compared.values())
-    if not all(np.isfinite(fit.aicc) for fit in compared.values()):
+    if len(grid) < COMPARABLE:
         reason = f"{len(grid)} values of P are too few to compare shapes"
         return Classification("undetermined", reason, evidence=evidence, notes=notes)
     height = float(np.ptp(curve.y))
@@ -155,7 +158,7 @@ def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity
         *(Quantity(f"AICc of {name}, less that of the best", fit.aicc - best) for name, fit in compared.items()),
         Quantity("exponent beta of the kink", beta, beta_error),
         Quantity("grid points on the rise, kink", float(grown), needed=f"second-order: >= {KINK_POINTS}"),
-        Quantity(WIDTH, float(np.exp(step.parameters[1])), float(np.exp(step.parameters[1]) * step.errors[1])),
+        Quantity(WIDTH, shapes.step_width(step.parameters), shapes.step_width(step.parameters) * float(step.errors[1])),
         Quantity("grid points on the rise, step", float(resolved), needed=f"crossover: >= {STEP_POINTS}"),
         *evidence,
     )
@@ -167,16 +170,20 @@ def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity
         return undetermined("the scatter is too large: the order parameter changes by little more than it")
     if no_feature.aicc < best + OVER_PARABOLA:
         return undetermined("no transition in the range: a parabola describes the order parameter as well")
-    if kink.aicc < min(step.aicc - KINK_OVER_STEP, cubic.aicc - KINK_OVER_STEP, jump.aicc - KINK_OVER_JUMP, bend.aicc - KINK_OVER_BEND):
+    if kink.aicc < min(
+        step.aicc - KINK_OVER_STEP, cubic.aicc - KINK_OVER_STEP, jump.aicc - KINK_OVER_JUMP, bend.aicc - KINK_OVER_BEND
+    ):
         if grown < KINK_POINTS:
             return undetermined("the rise of the kink is narrower than the grid")
-        reason = f"continuous, with a kink of exponent {beta:.2f} +- {beta_error:.2f}; no smooth step, jump or bend describes it as well"
+        reason = (
+            f"continuous, with a kink of exponent {beta:.2f} +- {beta_error:.2f} that no smooth step or jump describes as well"
+        )
         return Classification("second-order", reason, *_place(kink), evidence, notes)
     if jump.aicc < min(step.aicc + STEP_OVER_JUMP, kink.aicc + KINK_OVER_JUMP):
         where = int(np.searchsorted(curve.x, jump.parameters[0]))
         return undetermined(
-            f"it changes between {grid[where - 1]:.4g} and {grid[where]:.4g}, two neighbouring points, by a jump or by a continuous "
-            "change that is narrower than the grid; a second start, or repeats on a finer grid there, would tell"
+            f"it changes between {grid[where - 1]:.4g} and {grid[where]:.4g}, two neighbouring points: a jump, or a continuous "
+            "change narrower than the grid; a second start, or repeats on a finer grid there, would tell"
         )
     if not step.aicc < min(kink.aicc - STEP_OVER_KINK, bend.aicc - STEP_OVER_BEND):
         return undetermined("the scatter is too large to tell a kink from a smooth step")
@@ -184,7 +191,9 @@ def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity
         return undetermined("it changes as a smooth step that is narrower than the grid")
     if not (risen[0] < SHOULDER and risen[-1] > 1 - SHOULDER):
         return undetermined("the step reaches the edge of the grid")
-    return Classification("crossover", "a smooth step without kink or jump, resolved by the grid", *_place(step), evidence, notes)
+    return Classification(
+        "crossover", "a smooth step without kink or jump, resolved by the grid", *_place(step), evidence, notes
+    )
 
 
 def _monotone(curve: Curve) -> Curve:
@@ -226,12 +235,10 @@ class Trend(NamedTuple):
 def _by_scale(table: Table, name: str) -> Classification:
     """The order at the largest chi or size, unless the trend contradicts it."""
     values = getattr(table, name)
-    parts = {float(value): table.rows(values == value) for value in np.unique(values)}
-    parts = {value: part for value, part in parts.items() if len(np.unique(part.control)) >= FEWEST}
-    if not parts:
-        reason = f"no {name} has {FEWEST} values of P"
-        return Classification("undetermined", reason)
-    found = {value: classify(part, signed=True) for value, part in parts.items()}
+    enough = [value for value in np.unique(values) if len(np.unique(table.control[values == value])) >= FEWEST]
+    if not enough:
+        return Classification("undetermined", f"no {name} has {FEWEST} values of P")
+    found = {float(value): classify(table.rows(values == value), signed=True) for value in enough}
     largest = max(found)
     verdict = replace(found[largest], notes=(f"the verdict is that of {name} = {largest:g}, the largest",))
     trends = {quantity: trend for quantity in (GAP, WIDTH) if (trend := _trend(found, quantity)) is not None}
@@ -240,9 +247,7 @@ def _by_scale(table: Table, name: str) -> Classification:
         evidence=(
             *verdict.evidence,
             *(
-                Quantity(f"power of {name} in {quantity}", trend.exponent, trend.error, "first-order: not below 0")
-                if quantity == GAP
-                else Quantity(f"power of {name} in {quantity}", trend.exponent, trend.error, "crossover: not below 0")
+                Quantity(f"power of {name} in the {quantity}", trend.exponent, trend.error, f"{STAYS[quantity]}: not below 0")
                 for quantity, trend in trends.items()
             ),
         ),

@@ -30,8 +30,8 @@ class Branches(NamedTuple):
     """Runs on two lines in x = ln P, the upper one being that of large P.
 
     upper: which runs are on it. gap: between the lines, by run. scatter: standard deviation around the lines.
-    between: which runs lie in the middle half of the gap. window: first grid point with a run on the upper branch and last one with
-    a run on the lower; the branches coexist from the first to the last if they are in this order.
+    between: which runs lie in the middle half of the gap. window: first grid point with a run on the upper branch and last one
+    with a run on the lower; the branches coexist from the first to the last if they are in this order.
     """
 
     upper: Bool[np.ndarray, "run"]
@@ -85,10 +85,10 @@ def two_branches(runs: Runs, found: Branches, curves: tuple[Fit, ...]) -> tuple[
     The likelihood is that of normal scatter, against the best of the single curves.
     """
     first, last = sorted(found.window)
-    inside = (runs.index >= first) & (runs.index <= last)
+    inside = (runs.point >= first) & (runs.point <= last)
     gap = float(found.gap[inside].mean())
     sides = [int((inside & side).sum()) for side in (found.upper, ~found.upper)]
-    rss = min(np.sum((runs.y - fit.values[runs.index]) ** 2) for fit in curves)
+    rss = min(np.sum((runs.y - fit.values[runs.point]) ** 2) for fit in curves)
     likelihood = len(runs.y) / 2 * np.log(rss / (found.scatter**2 * max(len(runs.y) - LINES, 1)))
     return (
         Quantity("gap over scatter of two branches", gap / found.scatter),
@@ -106,16 +106,16 @@ def hysteresis(runs: Runs) -> tuple[tuple[Quantity, ...], int]:
         return (), 0
     first = start == np.unique(start)[0]
     points = len(runs.curve.x)
-    counts = [np.bincount(runs.index[side], minlength=points) for side in (first, ~first)]
+    counts = [np.bincount(runs.point[side], minlength=points) for side in (first, ~first)]
     shared = np.minimum(*counts) > 0
     if not shared.any():
         return (Quantity("grid points with both starts", 0.0),), 0
-    sums = [np.bincount(runs.index[side], runs.y[side], points) for side in (first, ~first)]
+    sums = [np.bincount(runs.point[side], runs.y[side], points) for side in (first, ~first)]
     low, high = (total / np.maximum(count, 1) for total, count in zip(sums, counts, strict=True))
     difference = np.abs(high - low)[shared]
-    # two standard deviations may differ at a transition: away from it, half of all P suffice
+    # the starts agree at most P, so the median of their difference is scatter; repeats may know it to be larger
     quiet = np.median(difference) / 0.6745
-    within = np.where(first, low[runs.index], high[runs.index])
+    within = np.where(first, low[runs.point], high[runs.point])
     freedom = len(runs.y) - sum(int((count > 0).sum()) for count in counts)
     repeated = (
         np.sqrt(np.sum((runs.y - within) ** 2) / freedom * sum(1 / count[shared] for count in counts)) if freedom else 0.0
@@ -136,7 +136,7 @@ def latent_heat(runs: Runs, found: Branches) -> tuple[tuple[Quantity, ...], bool
     loss = runs.table.loss
     if loss is None:
         return (), False
-    inside = (runs.index >= found.window[0]) & (runs.index <= found.window[1])
+    inside = (runs.point >= found.window[0]) & (runs.point <= found.window[1])
     lower, upper = (loss[inside & side] for side in (~found.upper, found.upper))
     heat = float(lower.mean() - upper.mean())
     known = min(len(lower), len(upper)) > 1

@@ -1,7 +1,7 @@
 """Shapes of a measured curve against x = ln P: no feature, a smooth step, a kink, a jump; least squares and AICc.
 
-Every shape is linear in some coefficients, which least squares gives at once. The others are searched on a grid, many at a time,
-and on finer and finer grids around the best: the squares are not smooth where a kink or a break crosses a point.
+Every shape is linear in some coefficients, which least squares gives at once. The others are searched on a grid, many at a
+time, and on finer and finer grids around the best: the squares are not smooth where a kink or a break crosses a point.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ MOST = 100
 REFINED, MOVES = 2, 14
 # Exponents of a kink.
 EXPONENT = 0.1, 0.65
-# On its disordered side the curve is flat up to this part of its height: the exponential foot of a step can else pass for a line
-# that ends in a kink.
+# A kink may be rounded by fluctuations over these parts of the grid spacing, by u -> r ln(1 + exp(u / r)).
+ROUNDED = 0.0, 0.12
+# On its disordered side the curve is flat up to this part of its height: else the exponential foot of a step could pass for a
+# line that ends in a kink.
 FLAT = 0.06
 # Step of the numerical derivative for the errors, in meshes of the grid.
 DERIVATIVE = 0.02
@@ -36,7 +38,8 @@ DERIVATIVE = 0.02
 class Fit(NamedTuple):
     """A fitted shape. parameters, errors: the nonlinear ones, named by its function. values: the fitted curve at the given x.
 
-    aicc: n ln(RSS/n) + 2k + 2k(k+1)/(n-k-1) with k parameters, the variance among them; inf if n <= k + 1.
+    aicc: n ln(RSS/n) + 2k + 2k(k+1)/(n-k-1) with k parameters, the variance among them; inf if n <= k + 1,
+    or if no such shape is admitted.
     """
 
     parameters: Float[np.ndarray, "q"]
@@ -94,24 +97,43 @@ def step_function(x: Float[np.ndarray, "x"], theta: Float[np.ndarray, "... q"]) 
     return (0.5 * (1 + np.tanh((z + theta[..., 2:]) / 2))) ** np.exp(theta[..., 2:])
 
 
+def step_width(theta: Float[np.ndarray, "q"]) -> float:
+    """Distance in x between a quarter and three quarters of a `step_function`."""
+    if len(theta) == 2:
+        return 2 * float(np.exp(theta[1]))
+    lower, upper = np.array([0.25, 0.75]) ** np.exp(-theta[2])
+    return float(np.exp(theta[1]) * (np.log(upper / (1 - upper)) - np.log(lower / (1 - lower))))
+
+
 def kink(curve: Curve, side: int, exponent: float | None = None) -> Fit:
     """A power law that starts at x_c on a line: a + b x + u^beta (A + B u), u = max(side (x - x_c), 0); (x_c, beta) or (x_c,).
 
-    side: 1 if it grows towards larger x, else -1. exponent: a fixed beta. The line is nearly flat where u = 0.
+    Sharp, or rounded over a part of the grid spacing, whichever is better. The line is nearly flat where u = 0.
+
+    Args:
+        side: 1 if it grows towards larger x, else -1.
+        exponent: a fixed beta.
     """
     x, height = curve.x, np.ptp(curve.y)
-
-    def basis(theta: np.ndarray) -> np.ndarray:
-        u = np.maximum(side * (x - theta[..., :1]), 0)
-        power = u ** (theta[..., 1:] if exponent is None else exponent)
-        return _on_a_line(x, power, power * u)
+    places = np.linspace(x[1], x[-2], min(6 * len(x), 3 * MOST))
 
     def flat(theta: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
         length = side * (theta[..., 0] - (x[0] if side > 0 else x[-1]))
         return np.abs(coefficients[..., 1]) * length <= FLAT * height
 
-    places = np.linspace(x[1], x[-2], min(6 * len(x), 3 * MOST))
-    return _fit(curve, basis, [places] if exponent else [places, np.linspace(*EXPONENT, 6)], admitted=flat)
+    def fit(rounding: float) -> Fit:
+        def basis(theta: np.ndarray) -> np.ndarray:
+            u = side * (x - theta[..., :1])
+            u = rounding * np.logaddexp(0, u / rounding) if rounding else np.maximum(u, 0)
+            power = u ** (theta[..., 1:] if exponent is None else exponent)
+            return _on_a_line(x, power, power * u)
+
+        return _fit(
+            curve, basis, [places] if exponent else [places, np.linspace(*EXPONENT, 6)], admitted=flat, extra=int(rounding > 0)
+        )
+
+    spacing = float(np.median(np.diff(x)))
+    return min((fit(part * spacing) for part in ROUNDED), key=lambda one: one.aicc)
 
 
 def jump(curve: Curve) -> Fit:
@@ -138,7 +160,9 @@ def _on_a_line(x: np.ndarray, *functions: np.ndarray) -> np.ndarray:
     return np.stack([np.ones_like(centred), centred, *functions], -1)
 
 
-def _fit(curve: Curve, basis: Basis, axes: list[np.ndarray], refine: bool = True, admitted: Admitted | None = None) -> Fit:
+def _fit(
+    curve: Curve, basis: Basis, axes: list[np.ndarray], refine: bool = True, admitted: Admitted | None = None, extra: int = 0
+) -> Fit:
     """The least squares over all nonlinear parameters between the ends of the axes."""
     root = np.sqrt(curve.weights / curve.weights.mean())[:, None]
     target = curve.y * root[:, 0]
@@ -159,11 +183,11 @@ def _fit(curve: Curve, basis: Basis, axes: list[np.ndarray], refine: bool = True
 
     best = np.array(list(product(*axes)))
     errors = np.full(len(axes), np.nan)
+    mesh = np.array([np.ptp(axis) / (len(axis) - 1) for axis in axes])
+    low, high = np.array([axis[0] for axis in axes]), np.array([axis[-1] for axis in axes])
     if axes:
-        mesh = np.array([np.ptp(axis) / (len(axis) - 1) for axis in axes])
         best = best[np.argsort(squares(best))[: REFINED if refine else 1]]
         around = np.array(sorted(product((-1, 0, 1), repeat=len(axes)), key=any))  # first: no move
-        low, high = np.array([axis[0] for axis in axes]), np.array([axis[-1] for axis in axes])
         moves = np.tile(mesh / 2, (len(best), 1))
         for _ in range(MOVES if refine else 0):
             tried = np.clip(best[:, None] + around * moves[:, None], low, high)
@@ -178,8 +202,10 @@ def _fit(curve: Curve, basis: Basis, axes: list[np.ndarray], refine: bool = True
         jacobian = np.stack([(residual(best[0] + move)[0] - left) for move in np.diag(shifts)], -1) / shifts
         variance = np.diag(np.linalg.pinv(jacobian.T @ jacobian)) * total / max(size - linear - len(axes), 1)
         errors = np.sqrt(np.maximum(variance, 0))
-    k = linear + len(axes) + 1
+    k = linear + len(axes) + 1 + extra
     # exact values would have a logarithm without end
     total = max(total, size * (1e-9 * np.ptp(curve.y)) ** 2)
     aicc = size * np.log(total / size) + 2 * k + 2 * k * (k + 1) / (size - k - 1) if size > k + 1 else np.inf
+    if admitted is not None and not admitted(best[0], solved):
+        aicc = np.inf
     return Fit(best[0], errors, solved, basis(best)[0] @ solved, float(aicc))

@@ -146,16 +146,12 @@ def _number(role: str, name: str, line: int, text: str) -> float:
 
 
 class Runs(NamedTuple):
-    """Runs of one table in the sense of growing order parameter. index: of the grid point of each; curve: means over runs.
-
-    scatter: standard deviation of one run around the mean at its P, nan if nothing is repeated.
-    """
+    """Runs of one table, turned so that the order parameter y grows. point: grid point of each. curve: means over runs."""
 
     x: Float[np.ndarray, "run"]
     y: Float[np.ndarray, "run"]
-    index: Int[np.ndarray, "run"]
+    point: Int[np.ndarray, "run"]
     curve: Curve
-    scatter: float
     table: Table
 
     @property
@@ -164,13 +160,11 @@ class Runs(NamedTuple):
 
 
 def runs_of(table: Table) -> Runs:
+    """The runs against x = ln P, weighted by their errors where these are known."""
     x = np.log(table.control)
     places, index = np.unique(x, return_inverse=True)
     errors = np.ones_like(x) if table.error is None else table.error
     weights = np.bincount(index, errors**-2.0)
     mean = np.bincount(index, table.order * errors**-2.0) / weights
-    # lines and steps may fall as well: the sense is that of the means against P
     y, mean = (table.order, mean) if np.polyfit(places, mean, 1)[0] >= 0 else (-table.order, -mean)
-    freedom = len(x) - len(places)
-    scatter = float(np.sqrt(np.sum((y - mean[index]) ** 2) / freedom)) if freedom else float("nan")
-    return Runs(x, y, index, Curve(places, mean, weights), scatter, table)
+    return Runs(x, y, index, Curve(places, mean, weights), table)
