@@ -151,7 +151,7 @@ def test_a_step_that_narrows_with_size_is_no_crossover():
     assert found.verdict == "undetermined"
     assert "narrows" in found.reason
     power = next(one for one in found.evidence if one.name.startswith("power of size"))
-    assert power.value == pytest.approx(-1, abs=0.3)
+    assert power.value < -0.5
 
 
 def test_a_gap_that_closes_with_chi_is_not_first_order():
