@@ -29,7 +29,7 @@ TWO_BRANCHES = 8.0
 KINK_OVER_STEP, KINK_OVER_JUMP, KINK_OVER_BEND, KINK_POINTS = 4.0, 2.0, -1.0, 3
 RISE = 0.15, 0.85
 # Crossover: likewise for the smooth step against a kink, a jump and a kink of exponent one.
-STEP_OVER_KINK, STEP_OVER_JUMP, STEP_OVER_BEND, STEP_POINTS = 6.0, 3.0, 1.0, 2
+STEP_OVER_KINK, STEP_OVER_JUMP, STEP_OVER_BEND, STEP_OVER_DRIFTING, STEP_POINTS = 6.0, 3.0, 1.0, 2.0, 2
 # Shapes are compared from this many values of P on.
 COMPARABLE = 10
 # Any transition: the best shape is better than a parabola by this difference.
@@ -134,6 +134,7 @@ def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity
     jump, cubic = shapes.jump(curve), shapes.smooth(curve, degree=3)
     side, kink = min(((side, shapes.kink(curve, side)) for side in (1, -1)), key=lambda pair: pair[1].aicc)
     bend = shapes.kink(curve, side, exponent=1.0)
+    drifting = min((shapes.kink(curve, side, flat=shapes.DRIFT) for side in (1, -1)), key=lambda fit: fit.aicc)
     compared = {
         "a parabola": no_feature,
         "a cubic": cubic,
@@ -141,6 +142,7 @@ def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity
         "a smooth step": step,
         "a kink": kink,
         "a kink of exponent 1": bend,
+        "a kink on a drifting line": drifting,
     }
     best = min(fit.aicc for fit in compared.values())
     if len(grid) < COMPARABLE:
@@ -185,7 +187,7 @@ def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity
             f"it changes between {grid[where - 1]:.4g} and {grid[where]:.4g}, two neighbouring points: a jump, or a continuous "
             "change narrower than the grid; a second start, or repeats on a finer grid there, would tell"
         )
-    if not step.aicc < min(kink.aicc - STEP_OVER_KINK, bend.aicc - STEP_OVER_BEND):
+    if not step.aicc < min(kink.aicc - STEP_OVER_KINK, bend.aicc - STEP_OVER_BEND, drifting.aicc - STEP_OVER_DRIFTING):
         return undetermined("the scatter is too large to tell a kink from a smooth step")
     if resolved < STEP_POINTS:
         return undetermined("it changes as a smooth step that is narrower than the grid")

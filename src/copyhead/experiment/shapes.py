@@ -29,8 +29,8 @@ EXPONENT = 0.1, 0.65
 # A kink may be rounded by fluctuations over these parts of the grid spacing, by u -> r ln(1 + exp(u / r)).
 ROUNDED = 0.0, 0.12
 # On its disordered side the curve is flat up to this part of its height: else the exponential foot of a step could pass for a
-# line that ends in a kink.
-FLAT = 0.06
+# line that ends in a kink. A drift up to the second part is admitted where a kink is to be excluded.
+FLAT, DRIFT = 0.06, 0.25
 # Step of the numerical derivative for the errors, in meshes of the grid.
 DERIVATIVE = 0.02
 
@@ -105,21 +105,22 @@ def step_width(theta: Float[np.ndarray, "q"]) -> float:
     return float(np.exp(theta[1]) * (np.log(upper / (1 - upper)) - np.log(lower / (1 - lower))))
 
 
-def kink(curve: Curve, side: int, exponent: float | None = None) -> Fit:
+def kink(curve: Curve, side: int, exponent: float | None = None, flat: float = FLAT) -> Fit:
     """A power law that starts at x_c on a line: a + b x + u^beta (A + B u), u = max(side (x - x_c), 0); (x_c, beta) or (x_c,).
 
-    Sharp, or rounded over a part of the grid spacing, whichever is better. The line is nearly flat where u = 0.
+    Sharp, or rounded over a part of the grid spacing, whichever is better.
 
     Args:
         side: 1 if it grows towards larger x, else -1.
         exponent: a fixed beta.
+        flat: largest change of the line where u = 0, in heights of the curve.
     """
     x, height = curve.x, np.ptp(curve.y)
     places = np.linspace(x[1], x[-2], min(6 * len(x), 3 * MOST))
 
-    def flat(theta: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
+    def nearly_flat(theta: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
         length = side * (theta[..., 0] - (x[0] if side > 0 else x[-1]))
-        return np.abs(coefficients[..., 1]) * length <= FLAT * height
+        return np.abs(coefficients[..., 1]) * length <= flat * height
 
     def fit(rounding: float) -> Fit:
         def basis(theta: np.ndarray) -> np.ndarray:
@@ -129,7 +130,11 @@ def kink(curve: Curve, side: int, exponent: float | None = None) -> Fit:
             return _on_a_line(x, power, power * u)
 
         return _fit(
-            curve, basis, [places] if exponent else [places, np.linspace(*EXPONENT, 6)], admitted=flat, extra=int(rounding > 0)
+            curve,
+            basis,
+            [places] if exponent else [places, np.linspace(*EXPONENT, 6)],
+            admitted=nearly_flat,
+            extra=int(rounding > 0),
         )
 
     spacing = float(np.median(np.diff(x)))
