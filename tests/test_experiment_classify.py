@@ -253,3 +253,25 @@ def test_columns_by_name(tmp_path):
         read(path, control="tokens", order="loss")
     with pytest.raises(ProblemError, match="order = 'tokens': must be another column"):
         read(path, control="tokens", order="tokens")
+
+
+def test_a_hump_is_classified_on_its_steeper_side():
+    rng = np.random.default_rng(4)
+    x = np.linspace(3, 7, 30)
+    rise = np.sqrt(np.maximum(1 - np.exp(-2 * (x - 4)), 0)) * np.exp(-0.3 * np.maximum(x - 5.5, 0) ** 2)
+    found = classify(Table(np.exp(x), rise + 0.01 * rng.normal(size=30)))
+    assert found.verdict == "second-order"
+    assert abs(found.P / np.exp(4) - 1) < 0.1
+    assert any("not monotone" in note for note in found.notes)
+    short = np.concatenate([np.linspace(0, 1, 4), np.linspace(1, 0.4, 12)])
+    assert "too few" in classify(Table(np.exp(x[:16]), short)).reason
+
+
+def test_exact_and_many_values():
+    x = np.linspace(3, 6, 400)
+    assert classify(Table(np.exp(x), np.tanh(2 * (x - 4.5)))).verdict == "crossover"
+    edges = np.repeat(np.linspace(3, 6, 20), 2)
+    start = np.tile(["a", "b"], 20)
+    exact = np.where(start == "a", edges > 4.8, edges > 4.1).astype(float)
+    json.dumps(classify(Table(np.exp(edges), exact, start=start)).to_dict(), allow_nan=False)
+    assert classify(Table(np.exp(edges), exact, start=start)).verdict == "first-order"

@@ -130,6 +130,10 @@ def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity
     if len(part.x) < len(grid):
         curve, grid = part, np.exp(part.x)
         notes = (f"not monotone: only P = {grid[0]:.4g} .. {grid[-1]:.4g} is classified",)
+    if len(grid) < COMPARABLE:
+        reason = f"{len(grid)} values of P are too few to compare shapes"
+        return Classification("undetermined", reason, evidence=evidence, notes=notes)
+    if notes:
         no_feature, step = shapes.smooth(curve), shapes.step(curve)
     jump, cubic = shapes.jump(curve), shapes.smooth(curve, degree=3)
     side, kink = min(((side, shapes.kink(curve, side)) for side in (1, -1)), key=lambda pair: pair[1].aicc)
@@ -145,9 +149,6 @@ def _continuous(runs: Runs, no_feature: Fit, step: Fit, evidence: tuple[Quantity
         "a kink on a drifting line": drifting,
     }
     best = min(fit.aicc for fit in compared.values())
-    if len(grid) < COMPARABLE:
-        reason = f"{len(grid)} values of P are too few to compare shapes"
-        return Classification("undetermined", reason, evidence=evidence, notes=notes)
     height = float(np.ptp(curve.y))
     fitted = min(compared.values(), key=lambda fit: fit.aicc)
     noise = max(float(np.sqrt(np.mean((curve.y - fitted.values) ** 2))), 1e-9 * height)
