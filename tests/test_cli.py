@@ -133,6 +133,9 @@ WRONG = [
     (["reproduce", "--grid", "300,200,100,400"], "must be at least 4 ascending integers >= 1"),
     (["reproduce", "--grid", "a,b,c,d"], "grid = "),
     (["reproduce", "--seeds", "1"], "seeds = '1': must be an integer >= 2"),
+    (["classify", "missing.csv"], "table = 'missing.csv': cannot be read"),
+    (["classify", "/dev/null"], "table = '/dev/null': must have a header and at least one row"),
+    (["classify"], "Missing argument 'TABLE.csv'"),
 ]
 
 
@@ -149,7 +152,7 @@ def test_wrong_input_is_answered_by_one_line(capsys, tmp_path, monkeypatch, argu
 
 
 def test_help_shows_examples(capsys):
-    for command in ("predict", "diagram", "reproduce"):
+    for command in ("predict", "diagram", "reproduce", "classify"):
         code, out, _ = run(capsys, command, "--help")
         assert code == 0
         assert f"copyhead {command}" in out
@@ -175,6 +178,26 @@ def test_diagram_numbers(capsys):
     assert found["verdict"] == [["crossover", "first-order"]] * 2
     # theory.md section 6
     assert [row[1] for row in found["P"]] == pytest.approx([296.8200, 291.7173], abs=5e-5)
+
+
+def test_classify(capsys, tmp_path):
+    path = tmp_path / "runs.csv"
+    places = [100 * 1.1**i for i in range(20)]
+    rows = [
+        f"{p},{float(p > fold) + 0.001 * i},{start}" for i, p in enumerate(places) for start, fold in (("a", 300), ("b", 200))
+    ]
+    path.write_text("P,m,start\n" + "\n".join(rows))
+    code, out, _ = run(capsys, "classify", str(path), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert out.count("\n") == 1
+    assert found["verdict"] == "first-order"
+    assert found["interval"] == pytest.approx([200, 300], rel=0.1)
+    code, out, _ = run(capsys, "classify", str(path))
+    assert (code, out.split()[0]) == (0, "first-order")
+    code, out, err = run(capsys, "classify", str(path), "--order", "aG")
+    assert (code, out) == (2, "")
+    assert err == "copyhead: order = 'aG': must be a column of the table, one of P, m, start\n"
 
 
 def test_reproduce_refuses_a_folder_that_is_not_its_own(capsys, tmp_path):

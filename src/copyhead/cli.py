@@ -317,6 +317,38 @@ def reproduce(
     typer.echo(json.dumps(summary.to_dict()) if as_json else str(summary))
 
 
+@app.command()
+def classify(
+    table: Annotated[Path, typer.Argument(help="CSV file with a header, one row for each run", metavar="TABLE.csv")],
+    control: Annotated[str | None, typer.Option(help="column of P, or of another control parameter > 0 (default P)")] = None,
+    order: Annotated[str | None, typer.Option(help="column of the order parameter (default cG, aG, order or m)")] = None,
+    loss: Annotated[str | None, typer.Option(help="column of the loss (default loss, if there is one)")] = None,
+    error: Annotated[
+        str | None, typer.Option(help="column of the standard error of the order parameter (default error)")
+    ] = None,
+    start: Annotated[str | None, typer.Option(help="column that tells two starts apart (default start)")] = None,
+    chi: Annotated[str | None, typer.Option(help="column of chi, for its trend (default chi or beta)")] = None,
+    size: Annotated[str | None, typer.Option(help="column of the size, for its trend (default L or size)")] = None,
+    signed: Annotated[bool, typer.Option("--signed", help="never take the absolute value of the order parameter")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Order of a transition from a table of anybody's runs, without any theory.
+
+    Answers first-order, second-order, crossover or undetermined, with the place and the evidence. Rows come in any order; those
+    of equal P are repeats. Two starts at each P, or several repeats, are what shows a first-order transition. Examples:
+
+    - `copyhead classify runs.csv`
+
+    - `copyhead classify runs.csv --control tokens --order accuracy --json`
+    """
+    from copyhead.experiment.classify import classify as judge
+    from copyhead.experiment.table import read
+
+    columns = _given(control=control, order=order, loss=loss, error=error, start=start, chi=chi, size=size)
+    found = judge(read(table, **columns), signed=signed)
+    typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
+
+
 def _given(**options: Any) -> dict[str, Any]:
     """The options that were given; for the others the defaults of the library hold."""
     return {name: value for name, value in options.items() if value is not None}

@@ -172,7 +172,7 @@ def _figures(
         if results.ladder is not None:
             caption = (
                 f"Free energy of the copy attention at χ = {spec.problem.chi:g} around P*, from a ladder of biased chains. "
-                "Left: expected moments, standard errors over repeats. Right: each data set. At P* both wells have equal weight."
+                "Left: expected moments, standard errors over repeats. Right: each data set. At P* both wells weigh the same."
             )
             drawn.append((f"free-energy-{attention}", caption, sampling_figures.free_energies(results.ladder)))
     maps, lines = _maps(spec, work, store)

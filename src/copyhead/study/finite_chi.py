@@ -16,11 +16,11 @@ from jaxtyping import Float
 
 from copyhead.experiment import langevin, umbrella
 from copyhead.experiment.cells import STARTS, Cells
+from copyhead.experiment.convergence import Verdict, judge, summary
 from copyhead.experiment.hamiltonian import HamiltonianSettings
 from copyhead.experiment.langevin import LangevinSettings, output_curvature
 from copyhead.experiment.observables import yardstick
 from copyhead.experiment.packed import PackedPath
-from copyhead.experiment.convergence import Verdict, judge, summary
 from copyhead.model import moments, network, targets, tokens
 from copyhead.model.moments import Empirical
 from copyhead.model.network import Network, Positional

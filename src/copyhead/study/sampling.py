@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from xarray import DataTree
 
-    from copyhead.experiment.umbrella import FreeEnergy
     from copyhead.experiment.convergence import Convergence
+    from copyhead.experiment.umbrella import FreeEnergy
     from copyhead.model.moments import Empirical
 
 Sampler = Literal["hmc", "mala", "sgld", "nuts", "blackjax-hmc"]
