@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,6 +14,12 @@ import pytest
 from hypothesis import settings
 
 from copyhead.problem import Problem
+
+# What one test, worker or command has compiled, the others of this session need not compile again.
+CACHE = tempfile.TemporaryDirectory(prefix="copyhead-tests-")
+for setting, value in (("compilation_cache_dir", CACHE.name), ("persistent_cache_min_compile_time_secs", 0.3)):
+    jax.config.update(f"jax_{setting}", value)
+    os.environ[f"JAX_{setting.upper()}"] = str(value)  # of the processes that tests start
 
 # Compilation makes the first example slow, and the examples must be the same in every run.
 settings.register_profile("copyhead", deadline=None, derandomize=True)

@@ -53,6 +53,56 @@ def test_predict_linear_and_states(capsys):
     assert json.loads(out)["verdict"] == "crossover"
 
 
+def test_predict_at_finite_chi(capsys):
+    code, out, _ = run(capsys, "predict", "--finite-chi", "--at", "310", "--json")
+    found = json.loads(out)["finite_chi"]
+    assert code == 0
+    assert set(found) == {"chi", "coexistence", "state"}
+    place = found["coexistence"]
+    assert set(place) == {"P", "limit", "shift", "slope", "before", "after", "barrier"}
+    # theory.md section 11
+    assert (place["P"], place["limit"]) == pytest.approx((301.171, 296.820), abs=1e-3)
+    assert (place["slope"], place["shift"]) == pytest.approx((213.68, 4.351), abs=5e-3)
+    assert [place[side]["mean"]["cG"] for side in ("before", "after")] == pytest.approx([0.3139, 1.8620], abs=5e-5)
+    deviations = [place[side]["standard_deviation"]["cG"] for side in ("before", "after")]
+    assert deviations == pytest.approx([0.0387, 0.0286], abs=5e-5)
+    assert min(place["barrier"]["heights"]) == pytest.approx(74.6, abs=0.05)
+    assert len(place["barrier"]["lifetimes"]) == 2
+    copying, uniform = found["state"]
+    assert copying["weight"] + uniform["weight"] == pytest.approx(1)
+    assert (copying["saddle"]["cG"], uniform["saddle"]["cG"]) == pytest.approx((1.9479, 0.35054), abs=5e-5)
+    for state in (copying, uniform, place["before"]):
+        assert state["status"] == "good"
+        assert set(state["mean"]) == set(state["standard_deviation"]) == {"c1", "cG", "a1", "aG"}
+        variance = state["standard_deviation"]["cG"] ** 2
+        assert state["susceptibility"]["cG"] == pytest.approx(found["chi"] * variance, rel=1e-12)
+        assert state["relaxation"] == pytest.approx(state["saddle_relaxation"], rel=0.3)
+
+
+def test_what_finite_chi_does_not_have_is_null(capsys):
+    _, out, _ = run(capsys, "predict", "--finite-chi", "--chi", "5", "--at", "320", "--json")
+    assert "NaN" not in out
+    found = json.loads(out)["finite_chi"]
+    assert found["coexistence"]["P"] is found["coexistence"]["barrier"] is None
+    lost = found["state"][-1]
+    assert (lost["status"], lost["mean"]["cG"], lost["weight"]) == ("no minimum", None, 0)
+    assert lost["saddle"]["cG"] == pytest.approx(1.9977, abs=1e-4)
+    _, out, _ = run(capsys, "predict", "--finite-chi", "--attention", "linear", "--json")
+    assert json.loads(out)["finite_chi"] == {"chi": 50, "coexistence": None}
+    _, out, _ = run(capsys, "predict", "--json")
+    assert "finite_chi" not in json.loads(out)
+
+
+def test_predict_at_finite_chi_for_people(capsys):
+    _, out, _ = run(capsys, "predict", "--finite-chi", "--at", "310")
+    for part in ("P*(chi) = 301.171, +4.351", "213.7 / chi", "cG 0.31393 +- 0.039", "barrier chi dF 74.56", "relaxation rate"):
+        assert part in out
+    _, out, _ = run(capsys, "predict", "--finite-chi", "--chi", "5", "--at", "320")
+    for part in ("P*(chi): none", "saddle c1 -0.06243  cG 1.9977; no minimum"):
+        assert part in out
+    assert "nan" not in out
+
+
 def test_predict_from_a_file(capsys, tmp_path):
     path = tmp_path / "problem.toml"
     path.write_text('length = 20\nvocab = 5\nnoise = 0.5\nattention = "linear"\n')
@@ -73,6 +123,8 @@ WRONG = [
     (["predict", "--config", "missing.toml"], "config = 'missing.toml': cannot be read"),
     (["predict", "--bogus"], "No such option: --bogus"),
     (["predict", "--token-scale", "1", "--no-cyclic"], "token_scale > 0: "),
+    (["predict", "--finite-chi", "--token-scale", "1", "--content"], "content = True: fluctuations are known for positional"),
+    (["predict", "--finite-chi", "--head-dimension", "64"], "head_dimension = 64: fluctuations are known for positional"),
     (["diagram", "--x", "size=1:2:3"], "x = 'size=1:2:3': FIELD must be one of length"),
     (["diagram", "--x", "length=9:8:3"], "x = 'length=9:8:3': must be FIELD=LOW:HIGH:COUNT"),
     (["diagram", "--x", "length=1:8:3", "--y", "vocab=2,3"], "length = 1: must be an integer >= 2"),
@@ -81,6 +133,9 @@ WRONG = [
     (["reproduce", "--grid", "300,200,100,400"], "must be at least 4 ascending integers >= 1"),
     (["reproduce", "--grid", "a,b,c,d"], "grid = "),
     (["reproduce", "--seeds", "1"], "seeds = '1': must be an integer >= 2"),
+    (["classify", "missing.csv"], "table = 'missing.csv': cannot be read"),
+    (["classify", "/dev/null"], "table = '/dev/null': must have a header and at least one row"),
+    (["classify"], "Missing argument 'TABLE.csv'"),
 ]
 
 
@@ -97,7 +152,7 @@ def test_wrong_input_is_answered_by_one_line(capsys, tmp_path, monkeypatch, argu
 
 
 def test_help_shows_examples(capsys):
-    for command in ("predict", "diagram", "reproduce"):
+    for command in ("predict", "diagram", "reproduce", "classify"):
         code, out, _ = run(capsys, command, "--help")
         assert code == 0
         assert f"copyhead {command}" in out
@@ -123,6 +178,26 @@ def test_diagram_numbers(capsys):
     assert found["verdict"] == [["crossover", "first-order"]] * 2
     # theory.md section 6
     assert [row[1] for row in found["P"]] == pytest.approx([296.8200, 291.7173], abs=5e-5)
+
+
+def test_classify(capsys, tmp_path):
+    path = tmp_path / "runs.csv"
+    places = [100 * 1.1**i for i in range(20)]
+    rows = [
+        f"{p},{float(p > fold) + 0.001 * i},{start}" for i, p in enumerate(places) for start, fold in (("a", 300), ("b", 200))
+    ]
+    path.write_text("P,m,start\n" + "\n".join(rows))
+    code, out, _ = run(capsys, "classify", str(path), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert out.count("\n") == 1
+    assert found["verdict"] == "first-order"
+    assert found["interval"] == pytest.approx([200, 300], rel=0.1)
+    code, out, _ = run(capsys, "classify", str(path))
+    assert (code, out.split()[0]) == (0, "first-order")
+    code, out, err = run(capsys, "classify", str(path), "--order", "aG")
+    assert (code, out) == (2, "")
+    assert err == "copyhead: order = 'aG': must be a column of the table, one of P, m, start\n"
 
 
 def test_reproduce_refuses_a_folder_that_is_not_its_own(capsys, tmp_path):

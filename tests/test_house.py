@@ -43,7 +43,7 @@ def run_python(code: str) -> str:
 
 
 def test_prediction_imports_no_plotting_training_or_storage():
-    heavy = ["matplotlib", "optax", "xarray", "arviz_stats", "jinja2"]
+    heavy = ["matplotlib", "optax", "xarray", "arviz_stats", "jinja2", "copyhead.theory.fluctuations"]
     code = "import sys, copyhead; copyhead.predict(copyhead.Problem.preset('paper')); "
     assert run_python(code + f"print([name for name in {heavy} if name in sys.modules])").strip() == "[]"
 

@@ -90,7 +90,7 @@ def test_parts_are_plain_labelled_data(whole):
 
 @pytest.mark.slow
 def test_killed_run_is_continued_with_the_same_numbers(whole, tmp_path):
-    """kill -9 of the whole process group at several moments; the final table equals that of the uninterrupted run."""
+    """kill -9 of the whole process group at the start, half way and at the end; the table is that of a run left alone."""
     reference, _ = whole
     folder = tmp_path / "run"
     script = tmp_path / "run.py"
@@ -100,9 +100,15 @@ def test_killed_run_is_continued_with_the_same_numbers(whole, tmp_path):
         "if __name__ == '__main__':\n"
         f"    reproduce(Problem.preset('paper', length=20), {str(folder)!r}, workers=2, attentions=('linear',), **{SMALL!r})\n"
     )
-    for seconds in (4.0, 9.0, 14.0):
+    count = len(list((reference / "parts").glob("*-linear-*.nc")))
+    for stored in (0, count // 2, count - 1):
         process = subprocess.Popen([sys.executable, str(script)], start_new_session=True)
-        time.sleep(seconds)
+        deadline = time.monotonic() + 300
+        # of the first, as soon as it has workers; of the others, as soon as this many parts are there
+        while len(list((folder / "parts").glob("*.nc"))) < stored or not _children(process.pid):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     for path in (folder / "parts").glob("*.nc"):

@@ -1,11 +1,14 @@
 """Finite d_model: the symmetric minimum with adapting embeddings, and trained networks of every width."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.optimize import minimize
 
+from conftest import QUICK
 from copyhead.experiment.adam import AdamSettings, train
 from copyhead.experiment.cells import assemble, data_sets
 from copyhead.experiment.observables import measure_all, yardstick
@@ -31,8 +34,9 @@ def enumerated(problem: Problem):
     return np.eye(problem.vocab)[grid]
 
 
-def all_weights(problem: Problem, width: int, variance: float, state) -> np.ndarray:
-    """(cG, cI, cS) at the minimum over every weight, without symmetry, and over all V^L sequences with weight P / V^L each."""
+@cache
+def energy_of_all_weights(problem: Problem, width: int):
+    """E of (flat weights, g_E) and its gradient, over all V^L sequences with weight P / V^L each; rows and W_V at the start."""
     length, vocab, kind = problem.length, problem.vocab, problem.attention
     rng = np.random.default_rng(0)
     rows = np.linalg.qr(rng.standard_normal((width, length + vocab)))[0].T
@@ -41,7 +45,7 @@ def all_weights(problem: Problem, width: int, variance: float, state) -> np.ndar
     shapes = [rows.shape, value.shape, value.shape, (width, vocab)]
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
 
-    def energy(flat):
+    def energy(flat, variance):
         z, query_key, v, last = (part.reshape(shape) for part, shape in zip(jnp.split(flat, ends), shapes, strict=True))
         h = z[:length] + one_hot @ z[length:]
         logits = jnp.einsum("mad,de,mbe->mab", h, query_key, h)
@@ -51,18 +55,30 @@ def all_weights(problem: Problem, width: int, variance: float, state) -> np.ndar
         moved = jnp.sum((z - rows) ** 2) + jnp.sum((v - value) ** 2)
         return data + (jnp.sum(query_key**2) + jnp.sum(last**2) + width / variance * moved) / 2
 
+    return jax.jit(jax.value_and_grad(energy), compiler_options=QUICK), rows, value, ends
+
+
+def all_weights(problem: Problem, width: int, variance: float, state) -> np.ndarray:
+    """(cG, cI, cS) at the minimum over every weight, without symmetry, and over all V^L sequences with weight P / V^L each."""
+    length, vocab, target = problem.length, problem.vocab, targets.shift(problem.length)
+    slope, rows, value, ends = energy_of_all_weights(problem, width)
     blocks = symmetric(state, problem)
     whole = np.block([[blocks.pp, blocks.pt], [blocks.tp, blocks.tt]])
     begin = (rows, rows.T @ whole @ rows, value, np.linalg.pinv(rows[length:] @ value))
+    place = np.concatenate([part.ravel() for part in begin])
     with jax.enable_x64(True):
-        slope = jax.jit(jax.value_and_grad(energy))
-        best = minimize(
-            lambda x: tuple(np.asarray(part, float) for part in slope(x)),
-            np.concatenate([part.ravel() for part in begin]),
-            jac=True,
-            method="L-BFGS-B",
-            options={"maxiter": 20000, "maxfun": 20000, "gtol": 1e-8, "ftol": 1e-16},
-        )
+        # rounding of E can end a search before its gradient vanishes; a new one forgets the curvature that misled it
+        for _ in range(5):
+            best = minimize(
+                lambda x: tuple(np.asarray(part, float) for part in slope(x, variance)),
+                place,
+                jac=True,
+                method="L-BFGS-B",
+                options={"maxiter": 20000, "maxfun": 20000, "gtol": 1e-8, "ftol": 1e-16},
+            )
+            place = best.x
+            if np.abs(best.jac).max() < 1e-7:
+                break
     assert np.abs(best.jac).max() < 1e-6
     z = best.x[: ends[0]].reshape(rows.shape)
     both = z @ best.x[ends[0] : ends[1]].reshape(width, width) @ z.T
@@ -122,19 +138,22 @@ def test_trained_embedded_networks_depart_from_the_limit_as_predicted(attention)
 
 @pytest.mark.slow
 def test_order_parameters_do_not_drift_with_width():
-    """d_model 64, 256 and 1024 at the default g_E agree within the scatter of data sets; so do all with the limit."""
+    """d_model 64, 128 and 512 at the default g_E agree within the scatter of data sets; so do all with the limit.
+
+    A drift goes as 1/d_model: between 128 and 512 it is twice that between 256 and 1024.
+    """
     problem = PROBLEM.replace(sequences=None)
     runs = [(150, seed, "small", 1.0) for seed in range(3)]
     found = {}
-    for width in (64, 256, 1024):
+    for width in (64, 128, 512):
         net = Network(kind="embedded", width=width)
         way = path(problem, net)
         trained = train(assemble(way, runs), way, AdamSettings(1000, 0.05))
         seen = measure_all(trained.weights, yardstick(problem, net, 256), problem)
         found[width] = np.array([getattr(seen, name) for name in ("cG", "cI", "cS", "aG", "loss")])
-    scatter = found[1024].std(axis=1, ddof=1)
-    for width in (64, 256):
-        assert np.all(np.abs(found[width] - found[1024]).mean(axis=1) < scatter), width
+    scatter = found[512].std(axis=1, ddof=1)
+    for width in (64, 128):
+        assert np.all(np.abs(found[width] - found[512]).mean(axis=1) < scatter), width
 
 
 @pytest.mark.parametrize("attention", ["softmax", "linear"])

@@ -92,7 +92,13 @@ def _main(version: Annotated[bool, typer.Option("--version", help="print the ver
 
 @app.command()
 @with_problem
-def predict(problem: Problem, as_json: AsJson = False) -> None:
+def predict(
+    problem: Problem,
+    finite_chi: Annotated[
+        bool, typer.Option("--finite-chi", help="also P*, fluctuations, barrier and lifetimes at this chi (some seconds)")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Order and place of every transition, from the exact minima of the action.
 
     What is not given is taken from the preset `paper` (L = 32, V = 4, sigma^2 = 0.9). Examples:
@@ -102,11 +108,109 @@ def predict(problem: Problem, as_json: AsJson = False) -> None:
     - `copyhead predict --length 64 --vocab 10 --noise 1 --attention linear`
 
     - `copyhead predict --preset paper --at 300 --json`
+
+    - `copyhead predict --finite-chi --chi 15 --at 310`
     """
     from copyhead.prediction import predict as solve
 
-    found = solve(problem)
+    found = solve(problem, finite_chi)
     typer.echo(json.dumps(found.to_dict()) if as_json else repr(found))
+
+
+@app.command()
+@with_problem
+def sample(
+    problem: Problem,
+    sampler: Annotated[str | None, typer.Option(help="hmc (default), mala, sgld, nuts or blackjax-hmc")] = None,
+    target: Annotated[str | None, typer.Option(help="joint or collapsed (default), for nuts and blackjax-hmc")] = None,
+    chains: Annotated[int | None, typer.Option(help="chains from each of the two starts (default 4)")] = None,
+    warmup: Annotated[int | None, typer.Option(help="before the first draw (default 500)")] = None,
+    draws: Annotated[int | None, typer.Option(help="draws of a chain (default 1000)")] = None,
+    thin: Annotated[int | None, typer.Option(help="steps from one draw to the next (default 1; sgld and mala 50)")] = None,
+    seed: Annotated[int | None, typer.Option(help="of the data set and of all random draws (default 0)")] = None,
+    repeats: Annotated[int | None, typer.Option(help="independent ladders for --free-energy, even (default 4)")] = None,
+    population: Annotated[bool, typer.Option("--population", help="expected moments in place of a data set")] = False,
+    free_energy: Annotated[
+        bool, typer.Option("--free-energy", help="also F(aG) from one branch to the other, branch weights, and P*")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="file for the draws, ArviZ data as netCDF: .nc")] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace the file if it exists")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Samples the posterior at one P from both starts, and says whether the chains mixed, are metastable, or did not converge.
+
+    Examples:
+
+    - `copyhead sample --at 250`
+
+    - `copyhead sample --at 300 --free-energy --population`
+
+    - `copyhead sample --at 250 --sampler nuts --target joint --draws 500 --out draws.nc`
+    """
+    from copyhead.study.sampling import SamplingSettings, save
+    from copyhead.study.sampling import sample as solve
+
+    if out is not None and out.suffix != ".nc":
+        raise ProblemError(f"out = {str(out)!r}: must end in .nc")
+    if out is not None and not out.parent.is_dir():
+        raise ProblemError(f"out = {str(out)!r}: its folder must exist")
+    if out is not None and out.exists() and not force:
+        raise ProblemError(f"out = {str(out)!r}: exists; give --force to replace it, or another name")
+    chosen = _given(
+        sampler=sampler, target=target, chains=chains, warmup=warmup, draws=draws, thin=thin, seed=seed, repeats=repeats
+    )
+    settings = SamplingSettings(**chosen, population=population, free_energy=free_energy)
+    with _Progress("sampling", 3.0 if free_energy else 2.0) as advance:
+        found = solve(problem, settings, lambda stage: advance(0.0 if stage == "sampling" else 1.0))
+    if out is not None:
+        save(found, out)
+    typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
+
+
+@app.command()
+@partial(with_problem, without=("attention", "sequences", "chi", "content", "head_dimension"))
+def fluctuations(
+    problem: Problem,
+    chi: Annotated[str, typer.Option(help="values at which means and deviations are compared")] = "5,15,50,150",
+    approach: Annotated[str, typer.Option(help="values at which precursors are sampled")] = "50,200,1000",
+    out: Annotated[Path | None, typer.Option(help="folder for figures and numbers, new or empty")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Theory at finite chi against sampling, both attentions: means, variances, and precursors on the way to each transition.
+
+    On expected moments, so that only the expansion in 1/chi is tested. Takes some minutes. Examples:
+
+    - `copyhead fluctuations --out fluctuations`
+
+    - `copyhead fluctuations --chi 50 --approach 50 --json`
+    """
+    from copyhead.study import finite_chi
+
+    chis, ways = (_numbers(name, text) for name, text in (("chi", chi), ("approach", approach)))
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ProblemError(f"out = {str(out)!r}: must be a new or empty folder")
+    with _Progress("sampling", finite_chi.stages(chis, ways)) as advance:
+        found = finite_chi.study(problem, chis, ways, report=lambda stage: advance(1))
+    if out is not None:
+        from copyhead.report.sampling_figures import approaches, comparison
+        from copyhead.report.style import save
+
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "fluctuations.json").write_text(json.dumps(finite_chi.records(found)), encoding="utf-8")
+        save(comparison(found.compared), out / "comparison.png")
+        save(approaches(found.approached), out / "precursors.png")
+    typer.echo(json.dumps(finite_chi.records(found)) if as_json else finite_chi.text(found))
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    """Positive numbers, separated by commas."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < value < float("inf") for value in found):
+        raise ProblemError(f"{name} = {text!r}: must be positive numbers separated by commas")
+    return found
 
 
 @app.command()
@@ -211,6 +315,38 @@ def reproduce(
         chosen["grid"] = tuple(part.strip() for part in grid.split(","))
     summary = run(problem, out, quick=quick, workers=workers, progress=_Progress, **chosen)
     typer.echo(json.dumps(summary.to_dict()) if as_json else str(summary))
+
+
+@app.command()
+def classify(
+    table: Annotated[Path, typer.Argument(help="CSV file with a header, one row for each run", metavar="TABLE.csv")],
+    control: Annotated[str | None, typer.Option(help="column of P, or of another control parameter > 0 (default P)")] = None,
+    order: Annotated[str | None, typer.Option(help="column of the order parameter (default cG, aG, order or m)")] = None,
+    loss: Annotated[str | None, typer.Option(help="column of the loss (default loss, if there is one)")] = None,
+    error: Annotated[
+        str | None, typer.Option(help="column of the standard error of the order parameter (default error)")
+    ] = None,
+    start: Annotated[str | None, typer.Option(help="column that tells two starts apart (default start)")] = None,
+    chi: Annotated[str | None, typer.Option(help="column of chi, for its trend (default chi or beta)")] = None,
+    size: Annotated[str | None, typer.Option(help="column of the size, for its trend (default L or size)")] = None,
+    signed: Annotated[bool, typer.Option("--signed", help="never take the absolute value of the order parameter")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Order of a transition from a table of anybody's runs, without any theory.
+
+    Answers first-order, second-order, crossover or undetermined, with the place and the evidence. Rows come in any order; those
+    of equal P are repeats. Two starts at each P, or several repeats, are what shows a first-order transition. Examples:
+
+    - `copyhead classify runs.csv`
+
+    - `copyhead classify runs.csv --control tokens --order accuracy --json`
+    """
+    from copyhead.experiment.classify import classify as judge
+    from copyhead.experiment.table import read
+
+    columns = _given(control=control, order=order, loss=loss, error=error, start=start, chi=chi, size=size)
+    found = judge(read(table, **columns), signed=signed)
+    typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
 
 
 def _given(**options: Any) -> dict[str, Any]:

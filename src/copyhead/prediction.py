@@ -13,14 +13,17 @@ from copyhead.theory.transition import Minimum, Phases, Transition, Verdict, pha
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from copyhead.finite_chi import AtFiniteChi
+
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the theory says of one problem, at chi -> infinity with population moments.
+    """What the theory says of one problem with population moments, at chi -> infinity but for `finite_chi`.
 
     state: every minimum at problem.sequences, the global one first; None if the problem has no P. Linear attention has
     with each minimum also its mirror image (G, W) -> (-G, -W), which is not listed.
     status: "ok", or why the verdict is not to be trusted.
+    finite_chi: the same at problem.chi, to one loop; None unless asked for.
     """
 
     problem: Problem
@@ -30,6 +33,7 @@ class Prediction:
     state: tuple[Minimum, ...] | None
     status: str
     phases: Phases
+    finite_chi: AtFiniteChi | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, as `copyhead predict --json` prints them."""
@@ -59,6 +63,8 @@ class Prediction:
                 }
                 for minimum in self.state
             ]
+        if self.finite_chi is not None:
+            record["finite_chi"] = self.finite_chi.to_dict()
         return record
 
     def plot(self) -> Figure:
@@ -89,30 +95,40 @@ class Prediction:
             kind = "metastable" if minimum.metastable else "global"
             values = "  ".join(f"{k} {v:.5g}" for k, v in minimum.order_parameters._asdict().items())
             lines.append(f"  minimum at P = {p.sequences:g} ({kind}): {values}  S {minimum.action:.6g}")
+        if self.finite_chi is not None:
+            lines += self.finite_chi.lines()
         if self.status != "ok":
             lines.append(f"  status: {self.status}")
         return "\n".join(lines)
 
 
-def predict(problem: Problem) -> Prediction:
+def predict(problem: Problem, finite_chi: bool = False) -> Prediction:
     """Order and place of every transition of the copy task, and the minima at problem.sequences if that is given.
 
     Exact minima of the action with population moments, chi -> infinity (theory.md sections 3 to 5).
 
+    Args:
+        finite_chi: also P*(chi), fluctuations and barriers at problem.chi (section 11), which takes seconds to compile.
+
     Raises:
         ProblemError: where the order-parameter theory does not apply (token_scale > 0 without cyclic symmetry, or content
-            without token_scale).
+            without token_scale); with finite_chi also for content = True or separate query and key matrices.
     """
+    if finite_chi:
+        from copyhead.theory.effective_action import gaussian_task
+
+        gaussian_task(problem)  # refuses what the expansion does not cover before a search that may take long
     found = phases(problem.replace(sequences=None))
-    state = None if problem.sequences is None else _state(found, problem)
+    here, state, expanded = found, None, None
+    if problem.sequences is not None:
+        # outside the range of the transitions the branches are followed that far
+        here = found if found.lower <= math.log(problem.sequences) <= found.upper else phases(problem)
+        state = tuple(here.minima(problem.sequences))
+    if finite_chi:
+        from copyhead.finite_chi import at_finite_chi
+
+        expanded = at_finite_chi(problem, here)
     status = "ok" if found.complete else "incomplete: a branch of minima could not be followed to the end of the range of P"
     if state == ():
         status = f"incomplete: no minimum was found at P = {problem.sequences:g}"
-    return Prediction(problem, found.verdict, found.transitions, leading_order(problem), state, status, found)
-
-
-def _state(found: Phases, problem: Problem) -> tuple[Minimum, ...]:
-    """The minima at problem.sequences; outside the range of the transitions the branches are followed that far."""
-    assert problem.sequences is not None
-    inside = found.lower <= math.log(problem.sequences) <= found.upper
-    return tuple((found if inside else phases(problem)).minima(problem.sequences))
+    return Prediction(problem, found.verdict, found.transitions, leading_order(problem), state, status, found, expanded)

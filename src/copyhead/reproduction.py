@@ -19,7 +19,7 @@ import xarray as xr
 from copyhead.experiment.path import path
 from copyhead.model.network import Network
 from copyhead.problem import Problem, ProblemError
-from copyhead.report import figures, html, theory_figures
+from copyhead.report import figures, html, sampling_figures, theory_figures
 from copyhead.report.claims import claims, departure_remarks, network_remarks, remarks
 from copyhead.report.style import save
 from copyhead.study import compare
@@ -169,6 +169,12 @@ def _figures(
                 "Hysteresis: a run from small weights leaves at the upper fold, a run from a copying network at the lower one."
             )
             drawn.append((f"hysteresis-{attention}", caption, figures.hysteresis(results)))
+        if results.ladder is not None:
+            caption = (
+                f"Free energy of the copy attention at χ = {spec.problem.chi:g} around P*, from a ladder of biased chains. "
+                "Left: expected moments, standard errors over repeats. Right: each data set. At P* both wells weigh the same."
+            )
+            drawn.append((f"free-energy-{attention}", caption, sampling_figures.free_energies(results.ladder)))
     maps, lines = _maps(spec, work, store)
     if departed:
         caption = (

@@ -88,7 +88,9 @@ def barrier(found: Profile, least: float) -> tuple[int, int, int] | None:
     best, places = least, None
     for top in range(1, len(height) - 1):
         below, above = int(np.argmin(height[:top])), top + 1 + int(np.argmin(height[top + 1 :]))
+        if not np.isfinite([height[below], height[top], height[above]]).all():
+            continue
         rise = height[top] - max(height[below], height[above])
-        if np.isfinite(rise) and rise > best:
+        if rise > best:
             best, places = rise, (below, top, above)
     return places

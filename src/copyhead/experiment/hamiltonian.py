@@ -33,8 +33,13 @@ from copyhead.problem import Problem
 
 # Acceptance that the step size is adapted to. Lower ones are cheaper in theory, but trajectories near a barrier vary.
 ACCEPTANCE = 0.85
-# The angle of one step starts at the first and stays below the second; each trajectory varies it by a factor 1 +- JITTER.
-FIRST_ANGLE, LARGEST_ANGLE, JITTER = 0.4, 1.0, 0.2
+# Trajectories without velocity before the warm-up, and the angle of their steps: small, to descend into the nearest branch. A
+# start far above it would otherwise turn its energy into heat, and cross a barrier of many nats before it has cooled.
+QUENCH, QUENCH_ANGLE = 60, 0.1
+# The angle of one step starts at the first, and that of a trajectory stays below the second: after half a turn a mode comes
+# back with the same amplitude, and its variance would not mix although its mean does. For the same reason each trajectory
+# varies its angle by a factor 1 +- JITTER.
+FIRST_ANGLE, LARGEST_TURN, JITTER = 0.3, 2.0, 0.4
 
 
 class HamiltonianSettings(NamedTuple):
@@ -43,7 +48,7 @@ class HamiltonianSettings(NamedTuple):
     thin: trajectories from one draw to the next. losses: draw W and measure losses; a draw costs more than a trajectory then.
     """
 
-    leapfrogs: int = 4
+    leapfrogs: int = 5
     warmup: int = 300
     draws: int = 500
     thin: int = 1
@@ -184,7 +189,7 @@ def run(
 ) -> Trace:
     """Warm-up and draws of all chains. start: transposed logits. data: (data, ...). rung: scalars by chain."""
     shape, length = start.shape[:3], sizes.length
-    ladder = shape[0] > 1
+    ladder, largest = shape[0] > 1, LARGEST_TURN / settings.leapfrogs
     count = length**2 + 3
     flat_keys = keys.reshape(-1, 2)
     begin, update, _ = dual_averaging()
@@ -194,8 +199,9 @@ def run(
     )
     fresh: Any = jax.vmap(jax.vmap(partial(look_and_force, sizes=sizes), in_axes=(0, None, 0)), in_axes=(0, None, 0))
 
-    def advance(state: State, angle: Array, number: Any) -> tuple[State, Array, Array]:
+    def advance(state: State, angle: Array, number: Any, heat: float = 1.0) -> tuple[State, Array, Array]:
         noise = normals(flat_keys, number, count).reshape(*shape, count)
+        noise = noise.at[..., 1 : 1 + length**2].multiply(heat) if heat < 1 else noise
         state, probability = chain(state, data, rung, angle, noise[..., 1:])
         exchanged: Any = jnp.full(shape, jnp.nan)
         if ladder:
@@ -204,9 +210,13 @@ def run(
             state = state._replace(seen=seen, data_energy=energy, force=force)
         return state, probability, exchanged
 
+    def cool(carried: tuple, _: None) -> tuple[tuple, None]:
+        state, number = carried
+        return (advance(state, jnp.full(shape, QUENCH_ANGLE), number, heat=0.0)[0], number + 1), None
+
     def warm(carried: tuple, _: None) -> tuple[tuple, None]:
         state, adaptation, number = carried
-        angle = jnp.minimum(jnp.exp(adaptation[0]), LARGEST_ANGLE)
+        angle = jnp.minimum(jnp.exp(adaptation[0]), largest)
         state, probability = advance(state, angle, number)[:2]
         # repeats of a rung adapt together
         shortfall = jnp.broadcast_to(ACCEPTANCE - probability.mean(axis=1, keepdims=True), shape)
@@ -241,9 +251,10 @@ def run(
     state = State(start, seen, energy, force, walker)
     adaptation = begin(jnp.full(shape, FIRST_ANGLE))
     adaptation = adaptation._replace(log_x_avg=jnp.zeros(shape), avg_error=jnp.zeros(shape))
-    warmed: Any = (state, adaptation, jnp.uint32(0))
+    (state, number), _ = jax.lax.scan(cool, (state, jnp.uint32(0)), length=QUENCH)
+    warmed: Any = (state, adaptation, number)
     (state, adaptation, number), _ = jax.lax.scan(warm, warmed, length=settings.warmup)
-    angle = jnp.minimum(jnp.exp(adaptation[1]), LARGEST_ANGLE) if settings.warmup else jnp.full(shape, FIRST_ANGLE)
+    angle = jnp.minimum(jnp.exp(adaptation[1]), largest) if settings.warmup else jnp.full(shape, FIRST_ANGLE)
     _, traces = jax.lax.scan(draw, (state, angle, number), length=settings.draws)
     traces = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 3), traces)
     return Trace(*traces, angle=angle)

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 from scipy.optimize import brentq
+from scipy.stats import ttest_ind
 
 from copyhead.experiment import hamiltonian
 from copyhead.experiment.cells import STARTS
@@ -30,8 +31,8 @@ from copyhead.experiment.observables import yardstick
 from copyhead.experiment.packed import PackedPath
 from copyhead.model import network, targets, tokens
 from copyhead.model.moments import Empirical
-from copyhead.model.network import Network, Positional
-from copyhead.problem import Problem
+from copyhead.model.network import Network, Positional, Start
+from copyhead.problem import Problem, ProblemError
 
 # Of a window, in units where the action, which is chi L times something, has curvatures of order one: the distance to the next,
 # and the curvature of its bias. That must exceed the negative one of a barrier (0.33 at the preset, 0.63 at L = 48), or a
@@ -39,12 +40,14 @@ from copyhead.problem import Problem
 SPACING, STIFFNESS = 1.4, 1.25
 # The ladder goes on beyond the places seen in the two phases by this many windows.
 BEYOND = 2
-# Trajectories from either start that find the two phases.
-SCOUT = HamiltonianSettings(warmup=200, draws=100, losses=False)
-# Standard errors by which estimates from the two starts may differ, and the least acceptance of an exchange.
-AGREEMENT, EXCHANGE_GATE = 4.0, 0.05
+# Chains from both starts that find the two phases.
+SCOUTS, SCOUT = 4, HamiltonianSettings(warmup=200, draws=100, losses=False)
+# Estimates from the two starts are called different at this rate of false alarms; the least acceptance of an exchange.
+FALSE_ALARM, EXCHANGE_GATE = 1e-3, 0.05
 # P* is sought by reweighting up to this factor from the P that was sampled, either way.
 REACH = math.log(1.1)
+# -log p of this size is still known to some tenths in float32; with more noise the Metropolis test would refuse at random.
+LARGEST_ENERGY = 2e5
 # Bins of F for each window.
 BINS = 2
 # A barrier counts where it is this many nats above both wells: below, the posterior has one phase with a shoulder.
@@ -96,13 +99,15 @@ def measurement(values: Float[np.ndarray, "repeat"]) -> Measurement:
     return Measurement(float(np.mean(values)), float(np.std(values, ddof=1) / math.sqrt(len(values))))
 
 
-def starts(problem: Problem, shape: tuple[int, int, int], seed: int) -> Float[np.ndarray, "rung repeat data L L"]:
-    """Transposed logits: even repeats from small weights, odd ones from a copying network, with the scatter of the prior."""
+def starts(
+    problem: Problem, shape: tuple[int, int, int], seed: int, kinds: tuple[Start, ...] = STARTS
+) -> Float[np.ndarray, "rung repeat data L L"]:
+    """Transposed logits: repeats from each kind of start in turn, with the scatter of the prior."""
     rungs, repeats, data = shape
     target = targets.shift(problem.length, cyclic=problem.cyclic)
-    weights = [network.start(Network(), problem, target, start, seed) for start in STARTS]
+    weights = [network.start(Network(), problem, target, start, seed) for start in kinds]
     logits = np.stack([start.logits for start in weights if isinstance(start, Positional)])
-    chosen = logits[np.arange(repeats) % 2].swapaxes(-1, -2)[None, :, None]
+    chosen = logits[np.arange(repeats) % len(kinds)].swapaxes(-1, -2)[None, :, None]
     random = np.random.default_rng(tokens.stream(seed, "init", 1))
     noise = random.normal(size=(rungs, repeats, data, problem.length, problem.length))
     spread = math.sqrt(problem.logit_variance / problem.chi) * problem.position_scale
@@ -128,28 +133,61 @@ def ladder(low: float, high: float, problem: Problem) -> Rung:
     return Rung(problem.chi * ones, ones, centers, ones * STIFFNESS * problem.chi * problem.length)
 
 
+def unbiased(
+    problem: Problem,
+    data: Empirical,
+    chains: int,
+    settings: HamiltonianSettings,
+    seed: int,
+    fresh: int = 1,
+    kinds: tuple[Start, ...] = STARTS,
+) -> Trace:
+    """Chains without ladder or bias, (1, chain, data), from each kind of start in turn.
+
+    Args:
+        fresh: sequences on which the loss is measured beside the population.
+    """
+    zero = np.zeros(1)
+    rung = Rung(zero + problem.chi, zero + 1, zero, zero)
+    return _sampled(problem, data, rung, chains, settings, seed, 1, fresh, kinds)[0]
+
+
 def climb(problem: Problem, data: Empirical, repeats: int, settings: HamiltonianSettings, seed: int) -> tuple[Trace, Rung]:
     """Scouts both phases of each data set (leading axis), lays the ladder, and samples it.
 
     Returns:
         The trace, and the rungs with axes (rung, repeat, data).
     """
-    numbers, path = sizes(problem), PackedPath(problem)
-    packed = path.pack(data)
-    against = yardstick(problem, Network(), 1)
-    count = len(np.asarray(data.sequences))
-
-    def sampled(rung: Rung, shape: tuple[int, int, int], use: int, settings: HamiltonianSettings) -> tuple[Trace, Rung]:
-        whole = Rung(*(np.broadcast_to(part[:, None, None], shape).astype(np.float32) for part in rung))
-        begin, keys = starts(problem, shape, seed), _keys(shape, seed, use)
-        found = hamiltonian.run(begin, packed, whole, keys, against, numbers, settings, problem)
-        return jax.tree.map(np.asarray, found), whole
-
-    zero = np.zeros(1)
-    scout, _ = sampled(Rung(zero + problem.chi, zero + 1, zero, zero), (1, 4, count), 1, SCOUT)
-    seen = scout.marks.place
+    seen = unbiased(problem, data, SCOUTS, SCOUT, seed).marks.place
     rung = ladder(float(np.quantile(seen, 0.001)), float(np.quantile(seen, 0.999)), problem)
-    return sampled(rung, (len(rung.chi), repeats, count), 2, settings)
+    return _sampled(problem, data, rung, repeats, settings, seed, 2)
+
+
+def _sampled(
+    problem: Problem,
+    data: Empirical,
+    rung: Rung,
+    repeats: int,
+    settings: HamiltonianSettings,
+    seed: int,
+    use: int,
+    fresh: int = 1,
+    kinds: tuple[Start, ...] = STARTS,
+) -> tuple[Trace, Rung]:
+    shape = (len(rung.chi), repeats, len(np.asarray(data.sequences)))
+    size = problem.chi * float(np.max(data.sequences)) / (2 * problem.noise)
+    if size > LARGEST_ENERGY:
+        raise ProblemError(
+            f"chi = {problem.chi:g}: must be <= {LARGEST_ENERGY * problem.chi / size:.4g} here; energies up to "
+            "chi P / (2 sigma^2) are told apart in float32"
+        )
+    whole = Rung(*(np.broadcast_to(part[:, None, None], shape).astype(np.float32) for part in rung))
+    packed, against = PackedPath(problem).pack(data), yardstick(problem, Network(), fresh)
+    begin, keys = starts(problem, shape, seed, kinds), _keys(shape, seed, use)
+    # chi and P are in the rungs and the data: without them in the static arguments one compilation serves all
+    neutral = problem.replace(chi=1.0, sequences=None)
+    found = hamiltonian.run(begin, packed, whole, keys, against, sizes(neutral), settings, neutral)
+    return jax.tree.map(np.asarray, found), whole
 
 
 class Joined(NamedTuple):
@@ -167,6 +205,11 @@ def join(trace: Trace, rung: Rung, repeat: int, data: int) -> Joined:
     weights = log_weights(stiffness * (one.place[None] - center) ** 2 / 2)
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), one)
     return Joined(flat, np.asarray(trace.observables.cG[:, repeat, data], float).ravel(), weights.ravel())
+
+
+def repeats(trace: Trace, rung: Rung, data: int = 0) -> list[Joined]:
+    """Every repeat of one data set, joined."""
+    return [join(trace, rung, repeat, data) for repeat in range(trace.energy.shape[1])]
 
 
 def reweighted(joined: Joined, factor: float, chi: float, numbers: Sizes) -> Float[np.ndarray, "draw"]:
@@ -202,12 +245,17 @@ def round_trips(walker: Int[np.ndarray, "rung draw"]) -> int:
     return trips
 
 
-def free_energy(trace: Trace, rung: Rung, problem: Problem, sequences: float, data: int = 0) -> FreeEnergy:
-    """The free energy of one data set of a ladder that was sampled at P sequences."""
-    numbers, repeats = sizes(problem), trace.energy.shape[1]
-    parts = [join(trace, rung, repeat, data) for repeat in range(repeats)]
-    center, width = np.asarray(rung.center[:, 0, 0], float), _spacing(problem) / BINS
-    edges = np.linspace(center[0], center[-1], 1 + math.ceil((center[-1] - center[0]) / width))
+def free_energy(
+    trace: Trace, rung: Rung, problem: Problem, sequences: float, data: int = 0, parts: list[Joined] | None = None
+) -> FreeEnergy:
+    """The free energy of one data set of a ladder that was sampled at P sequences.
+
+    Args:
+        parts: what `repeats` found for it, if that is known already.
+    """
+    numbers = sizes(problem)
+    parts = repeats(trace, rung, data) if parts is None else parts
+    edges = _edges(rung, problem)
 
     def seen(values: list[np.ndarray], edges: np.ndarray) -> Profile:
         profiles = [profile(value, part.log_weight, edges) for value, part in zip(values, parts, strict=True)]
@@ -222,7 +270,7 @@ def free_energy(trace: Trace, rung: Rung, problem: Problem, sequences: float, da
         seen([part.cG for part in parts], np.linspace(*ends, num=len(edges))),
     )
     exchange = float(np.nanmin(np.nanmean(trace.exchanged[:-1, :, data], axis=(1, 2))))
-    trips = sum(round_trips(trace.walker[:, repeat, data]) for repeat in range(repeats))
+    trips = sum(round_trips(trace.walker[:, repeat, data]) for repeat in range(len(parts)))
     found = barrier(along, LEAST_BARRIER)
     if found is None:
         absent = (math.nan, math.nan), math.nan, (NOT_MEASURED, NOT_MEASURED), NOT_MEASURED, (math.nan, math.nan), NOT_MEASURED
@@ -241,7 +289,7 @@ def free_energy(trace: Trace, rung: Rung, problem: Problem, sequences: float, da
     status: Status = "good"
     if exchange < EXCHANGE_GATE:
         status = "exchange too rare"
-    elif abs(by_start[0].mean - by_start[1].mean) > AGREEMENT * math.hypot(by_start[0].error, by_start[1].error):
+    elif float(ttest_ind(ratios[::2], ratios[1::2])[1]) < FALSE_ALARM:
         status = "depends on the start"
     aG = profiles[1].center
     return FreeEnergy(
@@ -273,3 +321,29 @@ def _root(function: Callable[[float], float]) -> float:
     if not np.isfinite(ends).all() or ends[0] * ends[1] > 0:
         return math.nan
     return float(brentq(function, -REACH, REACH, xtol=1e-7))
+
+
+def around(
+    parts: list[Joined], rung: Rung, problem: Problem, factors: tuple[float, ...]
+) -> tuple[Float[np.ndarray, "b"], Float[np.ndarray, "factor b"], Float[np.ndarray, "factor b"]]:
+    """F(aG) at other P, by factors on the P that was sampled: bin centers in aG, F and its error."""
+    numbers = sizes(problem)
+    edges = order_parameter(_edges(rung, problem), problem)
+    values = [order_parameter(part.marks.place, problem) for part in parts]
+    found = [
+        averaged(
+            edges,
+            np.array([
+                profile(value, reweighted(part, factor, problem.chi, numbers), edges)
+                for value, part in zip(values, parts, strict=True)
+            ]),
+        )
+        for factor in factors
+    ]  # fmt: skip
+    return found[0].center, np.array([one.mean for one in found]), np.array([one.error for one in found])
+
+
+def _edges(rung: Rung, problem: Problem) -> Float[np.ndarray, "b+1"]:
+    """Bins along u from the first window to the last."""
+    center, width = np.asarray(rung.center[:, 0, 0], float), _spacing(problem) / BINS
+    return np.linspace(center[0], center[-1], 1 + math.ceil((center[-1] - center[0]) / width))

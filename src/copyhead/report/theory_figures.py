@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from copyhead.report.style import BLACK, BLUE, GREEN, GREY, ORANGE, RED, draw_mi
 from copyhead.study.diagram import Diagram
 from copyhead.study.scaling import Scaling
 from copyhead.theory.action import at, reduced_action, row_entries
+from copyhead.theory.precursors import Approach
 from copyhead.theory.transition import Phases
 
 
@@ -108,6 +109,44 @@ def scaling_curves(found: Scaling) -> Figure:
         panel.set(xlabel="$L$", title=title)
         panel.legend(fontsize=8)
     axes[0, 0].set_ylabel("$P$")
+    return figure
+
+
+# Colour and label of each place that a branch may come to.
+APPROACHES = {
+    "P*": (BLACK, "$P^*$"),
+    "upper fold": (RED, "upper fold"),
+    "lower fold": (ORANGE, "lower fold, from above"),
+    "P_c": (BLUE, "$P_c$"),
+}
+
+
+def precursors(found: Sequence[Approach]) -> Figure:
+    """Susceptibility and relaxation rate against the distance to each transition, with the exponents of the last decade.
+
+    Lines: chi -> infinity. Dots: at finite chi, open where the correction is not small; none where there is no minimum.
+    """
+    figure, axes = panels(1, 2, 9.5, 4.4)
+    for one in found:
+        colour, name = APPROACHES[one.place]
+        style, name = ("--", f"{name}, from above") if one.place == "P_c" and not one.before else ("-", name)
+        label = f"${one.order_parameter[0]}_{one.order_parameter[1]}$ to {name}"
+        good = np.array([status == "good" for status in one.status])
+        curves = (
+            (one.susceptibility, one.finite_susceptibility, one.susceptibility_exponent),
+            (one.relaxation, one.finite_relaxation, one.relaxation_exponent),
+        )
+        for panel, (limit, finite, exponent) in zip(axes[0], curves, strict=True):
+            panel.loglog(one.distance, limit, color=colour, ls=style, label=f"{label}: {exponent.value:.3f}")
+            for chosen, fill in ((good, colour), (~good, "none")):
+                panel.loglog(one.distance[chosen], finite[chosen], "o", ms=3, color=colour, mfc=fill)
+    for panel, name in zip(axes[0], (r"$\chi$ Var", r"relaxation rate per $\epsilon$ times steps"), strict=True):
+        panel.set(xlabel="distance $|P - P_0| / P_0$", ylabel=name)
+        panel.invert_xaxis()
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncols": 2}
+        panel.legend(fontsize=7, title="exponent of the last decade", title_fontsize=7, **below)
+    chis = ", ".join(f"{chi:g}" for chi in sorted({one.chi for one in found}))
+    figure.suptitle(rf"lines: $\chi \to \infty$; dots: $\chi$ = {chis}")
     return figure
 
 

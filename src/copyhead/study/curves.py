@@ -61,13 +61,17 @@ class Curves:
 
 
 class Measured(NamedTuple):
-    """All results of one attention. sgld: by chi factor. jump: by start, empty if there is no first-order transition."""
+    """All results of one attention. sgld: by chi factor. jump: by start, empty if there is no first-order transition.
+
+    ladder: F(aG) and P* by sampling, None where they are not sampled.
+    """
 
     theory: Phases
     adam: Curves
     exact: Curves
     sgld: dict[float, Curves]
     jump: dict[str, xr.Dataset]
+    ladder: xr.Dataset | None
 
 
 def gather(spec: Reproduction, work: list[Part], store: Store) -> dict[str, Measured]:
@@ -82,7 +86,8 @@ def gather(spec: Reproduction, work: list[Part], store: Store) -> dict[str, Meas
         }
         adam, exact = (_joined(work, store, f"{method}-{attention}-", attention) for method in ("adam", "exact"))
         sgld = {f: _joined(work, store, f"langevin-{attention}-x{f:g}-", attention) for f in spec.chi_factors}
-        found[attention] = Measured(phases(problem, reach=adam.sequences), adam, exact, sgld, jump)
+        ladder = next((store.read(part.name) for part in work if part.name == f"ladder-{attention}"), None)
+        found[attention] = Measured(phases(problem, reach=adam.sequences), adam, exact, sgld, jump, ladder)
     return found
 
 

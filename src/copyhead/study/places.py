@@ -25,7 +25,8 @@ def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[
         for t in results.theory.transitions:
             if t.kind == "first-order" and t.window:
                 place = "pooling P* (equal action)" if t.pools else "P* (equal action)"
-                rows.append(_row(attention, place, scales.pooling if t.pools else copying, t.P, {}))
+                sampled = {} if results.ladder is None or t is not jumping else _equal_weight(results.ladder)
+                rows.append(_row(attention, place, scales.pooling if t.pools else copying, t.P, sampled))
                 ends = (
                     ("small", t.window[1], "upper fold", scales.upper_fold if softmax else None),
                     ("copy", t.window[0], "lower fold", None),
@@ -45,6 +46,19 @@ def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[
                     _row(attention, "crossover (steepest cG)", copying, t.P, _curve_places(spec, results, "cG", steepest))
                 )
     return rows
+
+
+def _equal_weight(ladder: xr.Dataset) -> dict[str, Estimate]:
+    """P* by sampling at finite chi: on expected moments, with the error of the sampling, and over data sets."""
+    good = ladder.where(ladder.status == "good")
+    expected, chi = good.sel(data=-1), ladder.attrs["chi"]
+    mean, error = float(expected.P_star), float(expected.P_star_error)
+    found = {f"branch weights at chi {chi:g}, expected moments": NOTHING._replace(mean=mean, error=error, n=1)}
+    over = good.P_star.sel(data=good.data >= 0).values
+    over = over[np.isfinite(over)]
+    if len(over) > 1:
+        found[f"branch weights at chi {chi:g}"] = over_seeds(over)
+    return found
 
 
 def _row(attention: str, place: str, leading: float | None, exact: float, measured: dict[str, Estimate]) -> dict[str, Any]:

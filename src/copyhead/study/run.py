@@ -226,6 +226,50 @@ def jump_cells(problem: Problem, spec: Reproduction, seeds: list[int], start: St
     return xr.Dataset({**places, "diverged": ("seed", diverged)}, coords={"seed": seeds}, attrs={"start": start})
 
 
+# F(aG) is shown at these parts of the P that was sampled.
+AROUND = (0.97, 0.985, 1.0, 1.015, 1.03)
+
+
+def ladder_cells(problem: Problem, spec: Reproduction, sequences: int, seeds: list[int]) -> xr.Dataset:
+    """F(aG), branch weights and P* at the chi of the problem, on expected moments (data = -1) and on data sets."""
+    from copyhead.experiment import umbrella
+    from copyhead.experiment.cells import data_sets
+    from copyhead.experiment.hamiltonian import HamiltonianSettings
+    from copyhead.model import moments, tokens
+    from copyhead.model.moments import Empirical
+
+    pieces = [moments.expected(tokens.uniform(problem.vocab), sequences, problem.length)]
+    pieces += [moments.empirical(data_sets(problem, [sequences], seed)[0], problem.vocab) for seed in seeds]
+    stacked = Empirical(np.stack([one.sequences for one in pieces]), np.stack([one.tensor for one in pieces]))
+    settings = HamiltonianSettings(warmup=150, draws=spec.ladder_draws, losses=False)
+    trace, rung = umbrella.climb(problem, stacked, spec.repeats, settings, 0)
+    joined = [umbrella.repeats(trace, rung, index) for index in range(len(pieces))]
+    found = [umbrella.free_energy(trace, rung, problem, sequences, index, parts) for index, parts in enumerate(joined)]
+    shown = [umbrella.around(parts, rung, problem, AROUND) for parts in joined]
+    numbers = {
+        "P_star": [one.P_star.mean for one in found],
+        "P_star_error": [one.P_star.error for one in found],
+        "log_ratio": [one.log_ratio.mean for one in found],
+        "log_ratio_error": [one.log_ratio.error for one in found],
+        "height_below": [one.heights[0].mean for one in found],
+        "height_below_error": [one.heights[0].error for one in found],
+        "height_above": [one.heights[1].mean for one in found],
+        "height_above_error": [one.heights[1].error for one in found],
+        "exchange": [one.exchange for one in found],
+        "status": [one.status for one in found],
+    }
+    return xr.Dataset(
+        {
+            **{name: ("data", values) for name, values in numbers.items()},
+            "free_energy": (("data", "P", "bin"), np.stack([one[1] for one in shown])),
+            "free_energy_error": (("data", "P", "bin"), np.stack([one[2] for one in shown])),
+            "aG": ("bin", shown[0][0]),
+        },
+        coords={"data": [-1, *seeds], "P": [sequences * factor for factor in AROUND]},
+        attrs={"chi": problem.chi},
+    )
+
+
 def width_cells(problem: Problem, spec: Reproduction, sequences: list[int], seeds: list[int], width: int) -> xr.Dataset:
     """Adam from the copying start at one d_model, for every g_E: how far a network of finite width is from its limit.
 
@@ -243,6 +287,7 @@ METHODS: dict[str, Callable[..., xr.Dataset]] = {
     "langevin": langevin_cells,
     "exact": exact_cells,
     "jump": jump_cells,
+    "ladder": ladder_cells,
     "plane": plane_cells,
     "width": width_cells,
 }
@@ -293,10 +338,13 @@ def run(parts: list[Part], spec: Reproduction, store: Store, workers: int, done:
 
 
 def _worker_settings(cache: str) -> dict[str, str]:
-    """Environment of the workers: one JAX thread each, and kernels that one has compiled are there for the other."""
+    """Environment of the workers: one JAX thread each, and kernels that one has compiled are there for the other.
+
+    A cache that the user has is used.
+    """
     return {
         "NPROC": "1",
-        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
     }
 

@@ -17,7 +17,7 @@ from copyhead.record import Record
 from copyhead.study.memory import refuse_too_large
 from copyhead.theory.transition import Phases, phases
 
-Method = Literal["adam", "langevin", "exact", "jump", "plane", "width"]
+Method = Literal["adam", "langevin", "exact", "jump", "ladder", "plane", "width"]
 
 
 class Reproduction(Record):
@@ -41,6 +41,13 @@ class Reproduction(Record):
     points: int = Field(default=18, ge=4, le=200, description="number of P on each grid")
     sampled: int = Field(default=2, ge=1, description="every how many-th P is sampled by SGLD")
     sections: int = Field(default=12, ge=1, le=100, description="values of P tried at a time in the search for a jump")
+    ladders: int = Field(
+        default=3, ge=0, le=100, description="data sets, beside expected moments, with F(aG) and P* by sampling"
+    )
+    repeats: int = Field(
+        default=4, ge=4, le=100, multiple_of=2, description="independent ladders of one F(aG), from both starts"
+    )
+    ladder_draws: int = Field(default=250, ge=50, description="draws of each window of a ladder")
     widths: tuple[int, ...] = Field(default=(64, 128, 256, 512), description="d_model of the departure from theory")
     width_variances: tuple[float, ...] = Field(default=(1.0, 0.01), description="g_E of the departure from theory")
     plane_sizes: int = Field(default=6, ge=2, le=50, description="number of L, and of V, in the loss maps")
@@ -107,6 +114,11 @@ def adapts(network: Network, problem: Problem) -> bool:
     )
 
 
+def samples_ladder(problem: Problem) -> bool:
+    """Whether F(aG) can be sampled: attention by position, with one query-key matrix."""
+    return not problem.content and problem.head_dimension is None
+
+
 QUICK: dict[str, Any] = {
     "seeds": 3,
     "adam_steps": 2500,
@@ -114,6 +126,8 @@ QUICK: dict[str, Any] = {
     "draws": 100,
     "thin": 30,
     "points": 10,
+    "ladders": 0,
+    "ladder_draws": 80,
     "plane_sizes": 3,
     "plane_points": 7,
     "plane_steps": 1500,
@@ -204,7 +218,9 @@ def plane_grid(spec: Reproduction, axis: Literal["length", "vocab"], attention: 
 
 
 def parts(spec: Reproduction) -> list[Part]:
-    """All the work of a reproduction, the longest pieces first.
+    """All the work of a reproduction: of each half of the seeds the longest pieces first.
+
+    Pieces that differ in the seeds only share their kernels: one after the other they compile them once, side by side twice.
 
     Raises:
         ProblemError: if the sizes need too much memory, or the theory gives no grid of P.
@@ -240,6 +256,11 @@ def parts(spec: Reproduction) -> list[Part]:
                 bracket = (round(0.6 * window[0]), round(1.5 * window[1]))
                 arguments = {"seeds": list(range(spec.seeds)), "start": start, "bracket": bracket}
                 found.append(Part(f"jump-{attention}-{start}", "jump", problem, arguments, spec.seeds * 30 * spec.adam_steps))
+        if window is not None and samples_ladder(problem):
+            place = next(t.P for t in theory.transitions if t.window)
+            arguments = {"sequences": round(place), "seeds": list(range(min(spec.ladders, spec.seeds)))}
+            cost = (1 + len(arguments["seeds"])) * spec.repeats * (spec.ladder_draws + 300)
+            found.append(Part(f"ladder-{attention}", "ladder", problem, arguments, 500 * cost))
         if theory.transitions and adapts(spec.network.replace(width=spec.widths[0]), problem):
             for number, width in enumerate(spec.widths):
                 arguments = {"sequences": departure_places(theory), "seeds": list(range(spec.seeds)), "width": width}
@@ -251,4 +272,4 @@ def parts(spec: Reproduction) -> list[Part]:
                 scale = (size / getattr(spec.problem, axis)) ** 2
                 cost = spec.plane_points * spec.plane_seeds * spec.plane_steps * scale
                 found.append(Part(f"plane-{attention}-{axis}-{size}", "plane", varied, arguments, cost + 2e5))
-    return sorted(found, key=lambda part: -part.weight)
+    return sorted(found, key=lambda part: (0 not in part.arguments["seeds"], -part.weight))

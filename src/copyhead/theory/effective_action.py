@@ -210,11 +210,20 @@ def free_energy(cG: Float[Array, ""], task: Task) -> Float[Array, ""]:
     return reduced_action(coordinates, task, "softmax") + others / task.prior.chi
 
 
-def rates(coordinates: Float[Array, "2"], task: Task, kind: Attention, mobility: tuple[float, float]) -> Float[Array, "n"]:
+def rates(
+    coordinates: Float[Array, "2"],
+    task: Task,
+    kind: Attention,
+    mobility: tuple[float, float],
+    stiffening: Float[Array, "2 2"] | float = 0.0,
+) -> Float[Array, "n"]:
     """Rates of Langevin dynamics of (G, W) linearised around c and the best W, lowest first, for the modes that move cG.
 
     Those are c and the two amplitudes of W, on zero-sum token vectors and on the uniform one. With softmax, row sums of G and
-    the uniform token mode, which nothing couples to cG, are left out. mobility: step sizes of G and W.
+    the uniform token mode, which nothing couples to cG, are left out.
+
+    Args:
+        mobility: step sizes of G and W. stiffening: Gamma'' - S'' in c, the mean force of fluctuations that are faster than c.
     """
     blocks = token_blocks(lift(coordinates, task.target), task, kind)
 
@@ -227,5 +236,5 @@ def rates(coordinates: Float[Array, "2"], task: Task, kind: Attention, mobility:
     point = jnp.concatenate([coordinates, best_output(blocks, task.prior)[:, 0, 0]])
     frame = jnp.diag(jnp.sqrt(jnp.concatenate([jnp.ones(2), mobility[1] / blocks.multiplicity])))
     frame = frame.at[:2, :2].set(directions(task) * jnp.sqrt(mobility[0]))
-    modes = frame.T @ hessian(energy)(point) @ frame
+    modes = frame.T @ hessian(energy)(point).at[:2, :2].add(stiffening) @ frame
     return jnp.linalg.eigvalsh(modes[1:3, 1:3] if kind == "softmax" else modes)

@@ -35,7 +35,7 @@ CLEARANCE, CLEAR_PART = 0.1, 0.3
 
 
 class Fluctuations(NamedTuple):
-    """One branch at finite chi. With status "no minimum" only `saddle`, `susceptibility` and `loop` are numbers.
+    """One branch at finite chi. With status "no minimum" only `saddle`, what belongs to it, and `loop` are numbers.
 
     status: "no minimum" where Gamma has lost it, that is where fluctuations carry the system off the branch; "correction not
     small" where Gamma'' differs from S'' by more than half of it, or where S itself has no minimum at this P.
@@ -45,8 +45,10 @@ class Fluctuations(NamedTuple):
     susceptibility: chi times the covariance of (c1, cG) for chi -> infinity, S''^-1 at the saddle.
     gamma: Gamma at its minimum. loop: chi (Gamma - S) at the saddle, of order one.
     weight: of this branch among those that have a minimum; a mirror image of linear attention is not counted.
-    correction: largest relative difference of Gamma'' from S''. relaxation: the slowest rate at which Langevin dynamics of
-    (G, W) restores cG, per unit of eps times steps.
+    correction: largest relative difference of Gamma'' from S''.
+    relaxation: the slowest rate at which Langevin dynamics of (G, W), linearised around the mean, restores c, per unit of eps
+    times steps; with Gamma'' in place of S'', which takes all other fluctuations to be faster. saddle_relaxation: the same for
+    chi -> infinity.
     """
 
     status: Status
@@ -63,6 +65,7 @@ class Fluctuations(NamedTuple):
     weight: float
     correction: float
     relaxation: float
+    saddle_relaxation: float
 
 
 class Expanded(NamedTuple):
@@ -79,7 +82,7 @@ class Expanded(NamedTuple):
 
 @partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
 def _expand(coordinates: Array, task: Task, kind: Attention, hessian: Array, mobility: tuple[float, float]) -> Expanded:
-    """hessian: Gamma'' in (c1, cG)."""
+    """hessian: Gamma'' in (c1, cG); nan for the rate of S alone."""
     length, rows, chi = task.prior.length, task.layout.rows[0], task.prior.chi
 
     def shape(c: Array) -> Array:
@@ -99,14 +102,16 @@ def _expand(coordinates: Array, task: Task, kind: Attention, hessian: Array, mob
         means = means + bend / (2 * chi) * length / (length - 1) * jnp.array([-1.0, 1.0])
     slope = jax.jacfwd(shape)(coordinates)
     units = inverse(one_loop.whitening(task))
+    curvature = units.T @ found.symmetric @ units
+    stiffening = jnp.where(jnp.isnan(hessian), 0.0, hessian - curvature)
     return Expanded(
         effective_action(coordinates, task, kind),
         one_loop.loop(coordinates, task, kind),
         means,
         covariance,
         slope @ covariance @ slope.T,
-        units.T @ found.symmetric @ units,
-        one_loop.rates(coordinates, task, kind, mobility)[0],
+        curvature,
+        one_loop.rates(coordinates, task, kind, mobility, stiffening)[0],
     )
 
 
@@ -160,19 +165,19 @@ def branch(
     if start is None:
         raise ArithmeticError(f"no minimum at P = {math.exp(origin):g} on a branch that holds it")
     nothing = np.full((2, 2), np.nan)
-    center, response, loop = nothing[0], nothing, math.nan
+    center, response, loop, bare = nothing[0], nothing, math.nan, math.nan
     with jax.enable_x64(True):
         here = at(task, np.float64(math.exp(log_p)))
         if saddle is not None:
             center = system.coordinates(saddle.z)
             values = _expand(center, here, kind, nothing, mobility)
             response = np.linalg.inv(values.curvature)
-            loop = float(values.loop)
+            loop, bare = float(values.loop), float(values.relaxation)
         parts = np.linspace(0, 1, STEPS + 1)[1:]
         place, hessian, good = _follow(system.coordinates(start.z), origin + parts * (log_p - origin), parts, task, kind)
         if not good:
             nan = math.nan
-            lost = "no minimum", center, nan, nan, nan, nan, nothing, nothing, response, nan, loop, 0.0, nan, nan
+            lost = "no minimum", center, nan, nan, nan, nan, nothing, nothing, response, nan, loop, 0.0, nan, nan, bare
             return Fluctuations(*lost)
         values = jax.tree.map(np.asarray, _expand(place, here, kind, hessian, mobility))
         correction = float(np.max(np.abs(np.linalg.eigvals(np.linalg.solve(values.curvature, hessian)) - 1)))
@@ -192,6 +197,7 @@ def branch(
         1.0,
         correction,
         float(values.relaxation),
+        bare,
     )
 
 

@@ -1,0 +1,342 @@
+"""Theory at finite chi against sampling, on expected moments: means and variances of each branch, and precursors.
+
+On expected moments theory and sampling have the same posterior, so that what is left is the expansion in 1/chi. Chains are HMC
+on the collapsed posterior (means, variances: exact) and SGLD on (G, W) (relaxation, a property of that dynamics).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from copyhead.experiment import langevin, umbrella
+from copyhead.experiment.cells import STARTS, Cells
+from copyhead.experiment.convergence import Verdict, judge, summary
+from copyhead.experiment.hamiltonian import HamiltonianSettings
+from copyhead.experiment.langevin import LangevinSettings, output_curvature
+from copyhead.experiment.observables import yardstick
+from copyhead.experiment.packed import PackedPath
+from copyhead.model import moments, network, targets, tokens
+from copyhead.model.moments import Empirical
+from copyhead.model.network import Network, Positional
+from copyhead.problem import Attention, Problem
+from copyhead.study.sampling import sector
+from copyhead.theory.fluctuations import Fluctuations, fluctuations
+from copyhead.theory.precursors import Approach, precursors
+from copyhead.theory.transition import phases
+
+CHIS = (5.0, 15.0, 50.0, 150.0)
+QUANTITIES = ("c1", "cG", "aG")
+# chi of the approach to a fold: the rounding by fluctuations begins at a distance that falls as chi^(-2/3).
+APPROACH_CHIS = (50.0, 200.0, 1000.0)
+
+
+class Settings(NamedTuple):
+    """chains: from each start. steps: of SGLD for relaxation, by chain, half of them warm-up."""
+
+    chains: int = 4
+    warmup: int = 300
+    draws: int = 1000
+    steps: int = 60_000
+
+
+class Compared(NamedTuple):
+    """One quantity of one branch: sampled mean and standard deviation with errors beside the theory, differences in errors.
+
+    verdict: of the chains of both starts at this P. status: of the theory, see `Fluctuations`; "absent" if it has no such
+    branch, and then its numbers are nan.
+    """
+
+    attention: Attention
+    chi: float
+    P: float
+    branch: str
+    verdict: Verdict
+    quantity: str
+    mean: float
+    error: float
+    theory: float
+    z: float
+    deviation: float
+    deviation_error: float
+    theory_deviation: float
+    z_deviation: float
+    status: str
+
+
+def expected(problem: Problem, places: list[float]) -> Empirical:
+    """Expected moments at each P."""
+    found = [moments.expected(tokens.uniform(problem.vocab), place, problem.length) for place in places]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *found)
+
+
+def places(problem: Problem) -> list[float]:
+    """P to compare at: well below and above each transition, and at P* itself, by the theory for chi -> infinity."""
+    found = []
+    for transition in phases(problem).transitions:
+        low, high = transition.window or (transition.P, transition.P)
+        found += [0.8 * low, *([transition.P] if transition.window else []), 1.3 * high]
+    return sorted(found)
+
+
+def compare(
+    problem: Problem,
+    chis: tuple[float, ...] = CHIS,
+    settings: Settings | None = None,
+    report: Callable[[str], None] = lambda stage: None,
+) -> list[Compared]:
+    """Means and standard deviations at every chi and at the `places` of a problem."""
+    settings = settings or Settings()
+    rows: list[Compared] = []
+    where = places(problem)
+    data = expected(problem, where)
+    how = HamiltonianSettings(warmup=settings.warmup, draws=settings.draws, losses=False)
+    for chi in chis:
+        report(f"{problem.attention}, chi = {chi:g}")
+        here = problem.replace(chi=chi)
+        found = phases(problem, reach=where)
+        trace = umbrella.unbiased(here, data, 2 * settings.chains, how, 0).observables
+        for index, place in enumerate(where):
+            drawn = {name: np.asarray(getattr(trace, name)[0, :, index], float) for name in QUANTITIES}
+            if problem.attention == "linear":
+                sign = sector(drawn["c1"])[:, None]
+                drawn = {name: values * sign for name, values in drawn.items()}
+            judged = judge({start: {k: v[number::2] for k, v in drawn.items()} for number, start in enumerate(STARTS)})
+            branches = list(fluctuations(here, place, found))
+            for name, quantities in judged.branches.items():
+                chains = {key: values if name == "all" else values[STARTS.index(name) :: 2] for key, values in drawn.items()}
+                theory = _nearest(branches, quantities["cG"].mean)
+                rows += [_row(problem, chi, place, name, judged.verdict, key, chains[key], theory) for key in QUANTITIES]
+    return rows
+
+
+def _nearest(branches: list[Fluctuations], cG: float) -> Fluctuations | None:
+    """The branch whose mean cG is nearest to a sampled one, if there is a branch with a minimum."""
+    known = [one for one in branches if one.status != "no minimum"]
+    return min(known, key=lambda one: abs(one.cG - cG)) if known else None
+
+
+def _row(
+    problem: Problem,
+    chi: float,
+    place: float,
+    branch: str,
+    verdict: Verdict,
+    quantity: str,
+    chains: Float[np.ndarray, "chain draw"],
+    theory: Fluctuations | None,
+) -> Compared:
+    from arviz_stats.base.array import array_stats
+
+    seen = summary(chains)
+    deviation_error = float(array_stats.mcse(chains, chain_axis=0, draw_axis=1, method="sd"))
+    mean = deviation = math.nan
+    if theory is not None:
+        variance = {
+            "c1": theory.covariance[0, 0],
+            "cG": theory.covariance[1, 1],
+            "aG": theory.attention_covariance[1, 1],
+        }[quantity]  # fmt: skip
+        mean, deviation = float(getattr(theory, quantity)), math.sqrt(variance)
+    return Compared(
+        problem.attention,
+        chi,
+        place,
+        branch,
+        verdict,
+        quantity,
+        seen.mean,
+        seen.error,
+        mean,
+        (seen.mean - mean) / seen.error,
+        seen.deviation,
+        deviation_error,
+        deviation,
+        (seen.deviation - deviation) / deviation_error,
+        "absent" if theory is None else theory.status,
+    )
+
+
+class Approached(NamedTuple):
+    """Sampled precursors along an approach of the theory, at one chi. Arrays by place, towards the transition.
+
+    susceptibility: chi Var of the order parameter, with error. rate: of relaxation per step of SGLD, from the integrated
+    autocorrelation time (2 / rate for one exponential), with error; theory_rate: by the theory at the same step sizes. Both nan
+    where the chains had left the branch. left: whether they had.
+    """
+
+    approach: Approach
+    chi: float
+    sequences: Float[np.ndarray, "n"]
+    distance: Float[np.ndarray, "n"]
+    susceptibility: Float[np.ndarray, "n"]
+    susceptibility_error: Float[np.ndarray, "n"]
+    rate: Float[np.ndarray, "n"]
+    rate_error: Float[np.ndarray, "n"]
+    theory_rate: Float[np.ndarray, "n"]
+    left: Float[np.ndarray, "n"]
+
+
+def approach(
+    problem: Problem, chi: float, found: tuple[Approach, ...], settings: Settings | None = None, points: int = 8
+) -> list[Approached]:
+    """Sampled precursors on the way to the upper fold (softmax) or to P_c from below (linear), at one chi."""
+    settings = settings or Settings()
+    rows = []
+    for way in found:
+        if not way.before or way.place not in ("upper fold", "P_c"):
+            continue
+        chosen = np.unique(np.round(np.linspace(0, len(way.sequences) - 1, points)).astype(int))
+        rows.append(_approached(problem.replace(chi=chi), way, chosen, settings))
+    return rows
+
+
+def _approached(problem: Problem, way: Approach, chosen: np.ndarray, settings: Settings) -> Approached:
+    where = [float(place) for place in way.sequences[chosen]]
+    data = expected(problem, where)
+    how = HamiltonianSettings(leapfrogs=10, warmup=settings.warmup, draws=settings.draws, losses=False)
+    count = 2 * settings.chains
+    trace = umbrella.unbiased(problem, data, count, how, 0, kinds=("small",))
+    values = np.asarray(getattr(trace.observables, way.order_parameter)[0], float)
+    variance = problem.chi * np.array([values[:, index].var(axis=1, ddof=1) for index in range(len(where))])
+    rate, rate_error, slow = _rates(problem, data, way.order_parameter, settings)
+    # a run that has gone over to copying has left the branch for good
+    left = np.asarray(trace.marks.place[0]).max(axis=(0, 2)) > LEFT
+    steps = _steps(problem, where)
+    theory = [_theory_rate(problem, place, step) for place, step in zip(where, steps, strict=True)]
+    hidden = np.where(left, np.nan, 1.0)
+    return Approached(
+        way,
+        problem.chi,
+        np.array(where),
+        way.distance[chosen],
+        variance.mean(axis=1) * hidden,
+        variance.std(axis=1, ddof=1) / math.sqrt(count) * hidden,
+        np.where(slow, np.nan, rate) * hidden,
+        rate_error * hidden,
+        np.array(theory) * hidden,
+        left,
+    )
+
+
+# u above which a chain has left the uniform branch of the preset, whose fold is at cG = 0.75.
+LEFT = 1.4
+
+
+def _steps(problem: Problem, where: list[float]) -> list[tuple[float, float]]:
+    """Steps of G and W that `langevin` takes at each P."""
+    how = LangevinSettings()
+    curvature = np.asarray(output_curvature(np.asarray(where), problem))
+    return [(how.step_logits * min(1.0, problem.logit_variance), how.output_courant / float(value)) for value in curvature]
+
+
+def _theory_rate(problem: Problem, place: float, steps: tuple[float, float]) -> float:
+    """Rate per step of SGLD on the branch of least cG, at the chi of the problem."""
+    branches = [one for one in fluctuations(problem, place, mobility=steps) if one.status != "no minimum"]
+    return min(branches, key=lambda one: one.cG).relaxation if branches else math.nan
+
+
+def _rates(problem: Problem, data: Empirical, quantity: str, settings: Settings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rates per step with errors from SGLD; whether a chain was shorter than 20 relaxation times."""
+    from arviz_stats.base.array import array_stats
+
+    count, thin, path = settings.chains, 20, PackedPath(problem)
+    places, draws = len(np.asarray(data.sequences)), settings.steps // (2 * thin)
+    target = targets.shift(problem.length, cyclic=problem.cyclic)
+    begin = network.start(Network(), problem, target, "small", 0)
+    assert isinstance(begin, Positional)
+    logits = umbrella.starts(problem, (1, count, places), 0, ("small",))[0].swapaxes(-1, -2)
+    output = np.broadcast_to(np.asarray(begin.output), (count, places, *np.shape(begin.output)))
+    flat = Positional(logits.reshape(-1, *logits.shape[2:]), output.reshape(-1, *output.shape[2:]))
+    repeated = jax.tree.map(lambda leaf: np.tile(leaf, (count, *(1,) * (leaf.ndim - 1))), data)
+    keys = tokens.stream(0, "langevin", 4).generate_state(2 * count * places).reshape(-1, 2)
+    chi = np.full(count * places, problem.chi, np.float32)
+    how = LangevinSettings(warmup=settings.steps // 2, draws=draws, thin=thin)
+    found = langevin.sample(Cells(flat, repeated, chi, keys, keys), path, yardstick(problem, Network(), 1), how)
+    chains = np.asarray(getattr(found.observables, quantity), float).reshape(count, places, draws)
+    ess = np.array([
+        [float(array_stats.ess(chains[row, column][None], chain_axis=0, draw_axis=1, method="mean")) for row in range(count)]
+        for column in range(places)
+    ])  # fmt: skip
+    rate = 2 * ess / (draws * thin)
+    return rate.mean(axis=1), rate.std(axis=1, ddof=1) / math.sqrt(count), ess.mean(axis=1) < 20
+
+
+class FiniteChiStudy(NamedTuple):
+    """compared: means and standard deviations of both attentions. approached: precursors, by place and chi."""
+
+    compared: list[Compared]
+    approached: list[Approached]
+
+
+def study(
+    problem: Problem,
+    chis: tuple[float, ...] = CHIS,
+    approach_chis: tuple[float, ...] = APPROACH_CHIS,
+    settings: Settings | None = None,
+    report: Callable[[str], None] = lambda stage: None,
+) -> FiniteChiStudy:
+    """Both attentions of a problem."""
+    compared: list[Compared] = []
+    approached: list[Approached] = []
+    for attention in ("softmax", "linear"):
+        here = problem.replace(attention=attention, sequences=None)
+        compared += compare(here, chis, settings, report)
+        ways = precursors(here, nearest=0.003, points=15)
+        for chi in approach_chis:
+            report(f"{attention}, precursors at chi = {chi:g}")
+            approached += approach(here, chi, ways, settings)
+    return FiniteChiStudy(compared, approached)
+
+
+def stages(chis: tuple[float, ...], approach_chis: tuple[float, ...]) -> int:
+    """How often `study` reports."""
+    return 2 * (len(chis) + len(approach_chis))
+
+
+def text(found: FiniteChiStudy) -> str:
+    """Tables in words and numbers."""
+    lines = [
+        "attention      chi        P  branch  verdict        quantity   sampled +- error    theory      z   sd / theory  theory"
+    ]
+    for one in found.compared:
+        ratio = one.deviation / one.theory_deviation if one.theory_deviation else math.nan
+        lines.append(
+            f"{one.attention:9s} {one.chi:8g} {one.P:8.1f}  {one.branch:6s}  {one.verdict:13s}  {one.quantity:8s} "
+            f"{one.mean:9.5f} +- {one.error:.5f} {one.theory:9.5f} {one.z:6.1f}  {ratio:10.3f}   {one.status}"
+        )
+    for one in found.approached:
+        way = one.approach
+        lines.append(
+            f"{way.order_parameter} to the {way.place} at P = {way.P:.2f}, chi = {one.chi:g}: distance, chi Var (theory at "
+            "infinite chi), rate per SGLD step (theory at this chi)"
+        )
+        limit = way.susceptibility[np.isin(way.sequences, one.sequences)]
+        columns = one.distance, one.susceptibility, one.susceptibility_error, limit, one.rate, one.rate_error, one.theory_rate
+        for row in zip(*columns, strict=True):
+            lines.append("  {:.4f}  {:.4f} +- {:.4f} ({:.4f})  {:.5f} +- {:.5f} ({:.5f})".format(*row))
+    return "\n".join(lines)
+
+
+def records(found: FiniteChiStudy) -> dict[str, list[dict[str, object]]]:
+    """For JSON: nan as None, arrays as lists."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, np.ndarray):
+            return [plain(one) for one in value.tolist()]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    def row(one: Compared | Approached) -> dict[str, object]:
+        fields = {name: value for name, value in one._asdict().items() if name != "approach"}
+        return {name: plain(value) for name, value in fields.items()}
+
+    ways = [
+        {"place": one.approach.place, "P_of_place": one.approach.P, "order_parameter": one.approach.order_parameter, **row(one)}
+        for one in found.approached
+    ]
+    return {"compared": [row(one) for one in found.compared], "precursors": ways}
