@@ -1,11 +1,11 @@
 """Effective samples of aG per second, of all samplers on one posterior, side by side in one run on one core.
 
-    python bench/sampling.py [--length 32] [--vocab 4] [--sequences 250] [--chains 16] [--rounds 3] [--only NAME ...] [--json]
+    python bench/sampling.py [--sequences 250] [--chains 16] [--rounds 3] [--only NAME ...] [--json]
 
-Softmax, preset `paper` with one data set; half of the chains start in the uniform phase and half as a copy head. Compilation and
-warm-up are not timed: each sampler runs its warm-up once with draws and once without, and the difference counts. Samplers of this
-package: HMC on the collapsed posterior of G, MALA and SGLD on (G, W), at the steps of a reproduction. blackjax: HMC and NUTS with
-window adaptation, SGLD with the largest step that W allows, all on the densities of `experiment.target`, full batch.
+Softmax, preset `paper` with one data set; half of the chains start in the uniform phase and half as a copy head. Compilation
+and warm-up are not timed: each sampler of this package runs its warm-up with draws and without, and the difference counts:
+HMC on the collapsed posterior of G, MALA and SGLD on (G, W), the latter at the steps of a reproduction. blackjax: HMC and NUTS
+after window adaptation, SGLD with one step for G and W, that which W allows; on the densities of `experiment.target`, full batch.
 
 SGLD has a bias by its step: its mean is printed beside the others. Rounds are taken in turns, with new random numbers; medians.
 """
