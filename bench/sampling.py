@@ -5,7 +5,7 @@
 Softmax, preset `paper` with one data set; half of the chains start in the uniform phase and half as a copy head. Compilation
 and warm-up are not timed: each sampler of this package runs its warm-up with draws and without, and the difference counts:
 HMC on the collapsed posterior of G, MALA and SGLD on (G, W), the latter at the steps of a reproduction. blackjax: HMC and NUTS
-after window adaptation, SGLD with one step for G and W, that which W allows; on the densities of `experiment.target`, full batch.
+after window adaptation, SGLD with one step for G and W, that which W allows; on the full densities of `experiment.target`.
 
 SGLD has a bias by its step: its mean is printed beside the others. Rounds are taken in turns, with new random numbers; medians.
 """
