@@ -37,7 +37,7 @@ def numbers(kind: str, length: int = 4, vocab: int = 3, cyclic: bool = True, tok
 CASES = [
     numbers(kind, *rest)
     for kind in ("softmax", "linear")
-    for rest in [(2, 2), (4, 3), (4, 3, False), (4, 3, True, 0.7), (4, 3, False, 0.7), (3, 9)]
+    for rest in [(2, 2), (4, 3, True, 0.7), (4, 3, False, 0.7), (3, 9, False)]
 ]
 PROBLEMS = pytest.mark.parametrize(
     "problem", CASES, ids=lambda p: f"{p.attention}-{p.length}-{p.vocab}-{'cyclic' if p.cyclic else 'open'}-{p.token_scale:g}"
@@ -80,8 +80,9 @@ def by_hand(problem: Problem, logits: np.ndarray, output: np.ndarray) -> float:
 @PROBLEMS
 def test_joint_is_the_energy_of_the_sequences(problem):
     target = Joint(posed(problem, data(problem)))
+    density = jax.jit(lambda place: target.log_density(place, CHI), compiler_options=QUICK)
     for logits, output in zip(*places(problem), strict=True):
-        found = target.log_density(Positional(logits, output), CHI)
+        found = density(Positional(logits, output))
         assert float(found) == pytest.approx(-CHI * by_hand(problem, logits, output), rel=1e-12)
 
 
@@ -93,8 +94,9 @@ def test_collapsed_is_the_posterior_of_the_theory(problem, expected):
     shift = targets.shift(problem.length, cyclic=problem.cyclic)
     task = Task(shift, seen, layout.full(problem.length, problem.cyclic), prior(problem))
     (first, second), _ = places(problem)
-    found = target.log_density(first, CHI) - target.log_density(second, CHI)
-    wanted = negative_log_posterior(second, task, problem.attention) - negative_log_posterior(first, task, problem.attention)
+    density = jax.jit(lambda logits: target.log_density(logits, CHI), compiler_options=QUICK)
+    theory = jax.jit(lambda logits: negative_log_posterior(logits, task, problem.attention), compiler_options=QUICK)
+    found, wanted = density(first) - density(second), theory(second) - theory(first)
     # `expected` holds float32
     assert float(found) == pytest.approx(float(wanted), abs=1e-4 if expected else 1e-10)
 
