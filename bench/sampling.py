@@ -185,7 +185,7 @@ def main() -> None:
         "MALA on (G, W)": lambda: on_all_weights(mala, problem, cells, plain),
         **{
             f"HMC on G, {steps} kicks": lambda steps=steps: own_hmc(problem, cells, args.chains, steps, 400)
-            for steps in (2, 3, 4, 6, 8)
+            for steps in (2, 3, 4, 5, 6, 8)
         },
         "blackjax SGLD on (G, W)": lambda: library_sgld(problem, cells, 100, 20),
         "blackjax HMC on (G, W)": lambda: library(problem, few, Joint, "hmc", 100),
