@@ -51,7 +51,7 @@ class SamplingSettings(Record):
     free_energy: bool = Field(
         default=False, description="also F(aG) between the branches and P*, from a ladder of biased chains"
     )
-    repeats: int = Field(default=4, ge=4, le=100, description="independent ladders, an even number: half from either start")
+    repeats: int = Field(default=4, ge=4, le=100, multiple_of=2, description="independent ladders, half from either start")
 
     @property
     def spacing(self) -> int:
@@ -227,8 +227,6 @@ def sample(
     """
     settings = settings or SamplingSettings()
     began = time.perf_counter()
-    if settings.repeats % 2:
-        raise ProblemError(f"repeats = {settings.repeats}: must be even, half of the ladders begin from either start")
     if settings.target is not None and settings.sampler not in ("nuts", "blackjax-hmc"):
         own = "collapsed" if settings.sampler == "hmc" else "joint"
         raise ProblemError(
