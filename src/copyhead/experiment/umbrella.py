@@ -1,6 +1,6 @@
 """A ladder of biased chains along aG, and the free energy that they give: barrier, branch weights, P* at finite chi.
 
-Windows with harmonic biases on the place u (`collapsed`) cover the way from one branch to the other. Each is sampled by
+Windows with harmonic biases on the place s (`collapsed`) cover the way from one branch to the other. Each is sampled by
 `hamiltonian.run`, neighbours exchange states, and `free_energy.log_weights` joins all draws to one weighted sample of the
 unbiased posterior. A draw keeps what its density depends on, so the same sample is reweighted to other P: where both branches
 have equal weight is P*, from sampling alone.
@@ -67,8 +67,8 @@ class FreeEnergy(NamedTuple):
     """The free energy F = -log p of one data set, in nats, from R repeats. Errors: standard errors over repeats.
 
     status: "one phase" where there is no barrier; then all below that needs one is nan.
-    along: F of the place u. by_aG, by_cG: F of aG and of cG.
-    wells, top: aG of the two minima and of the maximum between them. heights: of the top above the wells, in F of u.
+    along: F of the place s. by_aG, by_cG: F of aG and of cG.
+    wells, top: aG of the two minima and of the maximum between them. heights: of the top above the wells, in F of s.
     log_ratio: log of the weight of the copying phase over that of the uniform one, at P. by_start: its mean by start.
     P_star: where it is zero, by reweighting to other P. slope: d log_ratio / d ln P at P.
     exchange: the least mean acceptance of an exchange. round_trips: of states between the ends of the ladder, all repeats.
@@ -344,6 +344,6 @@ def around(
 
 
 def _edges(rung: Rung, problem: Problem) -> Float[np.ndarray, "b+1"]:
-    """Bins along u from the first window to the last."""
+    """Bins along s from the first window to the last."""
     center, width = np.asarray(rung.center[:, 0, 0], float), _spacing(problem) / BINS
     return np.linspace(center[0], center[-1], 1 + math.ceil((center[-1] - center[0]) / width))

@@ -206,7 +206,7 @@ def _approached(problem: Problem, way: Approach, chosen: np.ndarray, settings: S
     variance = problem.chi * np.array([values[:, index].var(axis=1, ddof=1) for index in range(len(where))])
     rate, rate_error, slow = _rates(problem, data, way.order_parameter, settings)
     # a run that has gone over to copying has left the branch for good
-    left = np.asarray(trace.marks.place[0]).max(axis=(0, 2)) > LEFT
+    left = np.asarray(trace.marks.place[0]).max(axis=(0, 2)) > _between(problem)
     steps = _steps(problem, where)
     theory = [_theory_rate(problem, place, step) for place, step in zip(where, steps, strict=True)]
     hidden = np.where(left, np.nan, 1.0)
@@ -224,8 +224,13 @@ def _approached(problem: Problem, way: Approach, chosen: np.ndarray, settings: S
     )
 
 
-# u above which a chain has left the uniform branch of the preset, whose fold is at cG = 0.75.
-LEFT = 1.4
+def _between(problem: Problem) -> float:
+    """Halfway between the cG of the two branches at P*, above which a chain has left the first; infinite without two."""
+    found = phases(problem)
+    jump = next((t for t in found.transitions if t.window), None)
+    if jump is None:
+        return math.inf
+    return float(np.mean([float(minimum.order_parameters.cG) for minimum in found.minima(jump.P)[:2]]))
 
 
 def _steps(problem: Problem, where: list[float]) -> list[tuple[float, float]]:
