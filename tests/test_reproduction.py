@@ -19,7 +19,7 @@ from copyhead.reproduction import reproduce
 
 SMALL = {
     "seeds": 2, "adam_steps": 400, "warmup": 200, "draws": 40, "thin": 5, "points": 6, "sampled": 3,
-    "plane_sizes": 2, "plane_points": 3, "plane_steps": 200, "plane_seeds": 1,
+    "ladders": 1, "ladder_draws": 60, "plane_sizes": 2, "plane_points": 3, "plane_steps": 200, "plane_seeds": 1,
 }  # fmt: skip
 PROBLEM = Problem.preset("paper", length=20)
 
@@ -48,8 +48,8 @@ def test_report_is_self_contained(whole):
     folder, _ = whole
     page = (folder / "report.html").read_text()
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page)
-    assert page.count("data:image/png;base64,") == len(list((folder / "figures").glob("*.png"))) == 7
-    assert len(list((folder / "figures").glob("*.svg"))) == 7
+    assert page.count("data:image/png;base64,") == len(list((folder / "figures").glob("*.png"))) == 8
+    assert len(list((folder / "figures").glob("*.svg"))) == 8
     assert "nan" not in re.sub(r"base64,[^\"]*", "", page).lower().replace("dominan", "")
 
 
