@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OUT ?= reproduction
 
-.PHONY: reproduce test lint bench bench-network clean
+.PHONY: reproduce test lint bench bench-network bench-sampling clean
 
 reproduce: $(READY)
 	$(BIN)/copyhead reproduce --out $(OUT) $(ARGS)
@@ -20,6 +20,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python bench/step.py $(ARGS)
+
+bench-sampling: $(READY)
+	$(BIN)/python bench/sampling.py $(ARGS)
 
 bench-network: $(READY)
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"
