@@ -6,6 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
@@ -28,6 +29,25 @@ settings.load_profile("copyhead")
 
 # For functions that a test calls a few times on small arrays: optimising them takes longer than running them.
 QUICK = {"xla_backend_optimization_level": 0}
+
+
+@contextmanager
+def quickly() -> Iterator[None]:
+    """QUICK for all that is compiled, in the processes that are started, too: for runs so short that most is compilation."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+        del os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"]
+
+
+@pytest.fixture
+def quick() -> Iterator[None]:
+    """`quickly` for one test."""
+    with quickly():
+        yield
 
 
 @pytest.fixture(scope="module")
