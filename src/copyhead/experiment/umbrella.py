@@ -163,6 +163,16 @@ def climb(problem: Problem, data: Empirical, repeats: int, settings: Hamiltonian
     return _sampled(problem, data, rung, repeats, settings, seed, 2)
 
 
+def refuse_beyond_float32(problem: Problem, sequences: float) -> None:
+    """Raises:
+    ProblemError: if energies, which go up to chi P / (2 sigma^2), are too large to be told apart in float32.
+    """
+    size = problem.chi * sequences / (2 * problem.noise)
+    if size > LARGEST_ENERGY:
+        largest = LARGEST_ENERGY * problem.chi / size
+        raise ProblemError(f"chi = {problem.chi:g}: must be <= {largest:.4g} here, or float32 would not tell energies apart")
+
+
 def _sampled(
     problem: Problem,
     data: Empirical,
@@ -175,12 +185,7 @@ def _sampled(
     kinds: tuple[Start, ...] = STARTS,
 ) -> tuple[Trace, Rung]:
     shape = (len(rung.chi), repeats, len(np.asarray(data.sequences)))
-    size = problem.chi * float(np.max(data.sequences)) / (2 * problem.noise)
-    if size > LARGEST_ENERGY:
-        raise ProblemError(
-            f"chi = {problem.chi:g}: must be <= {LARGEST_ENERGY * problem.chi / size:.4g} here; energies up to "
-            "chi P / (2 sigma^2) are told apart in float32"
-        )
+    refuse_beyond_float32(problem, float(np.max(data.sequences)))
     whole = Rung(*(np.broadcast_to(part[:, None, None], shape).astype(np.float32) for part in rung))
     packed, against = PackedPath(problem).pack(data), yardstick(problem, Network(), fresh)
     begin, keys = starts(problem, shape, seed, kinds), _keys(shape, seed, use)

@@ -218,7 +218,7 @@ def _approached(problem: Problem, way: Approach, chosen: np.ndarray, settings: S
         variance.mean(axis=1) * hidden,
         variance.std(axis=1, ddof=1) / math.sqrt(count) * hidden,
         np.where(slow, np.nan, rate) * hidden,
-        rate_error * hidden,
+        np.where(slow, np.nan, rate_error) * hidden,
         np.array(theory) * hidden,
         left,
     )
@@ -247,7 +247,7 @@ def _theory_rate(problem: Problem, place: float, steps: tuple[float, float]) -> 
 
 
 def _rates(problem: Problem, data: Empirical, quantity: str, settings: Settings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rates per step with errors from SGLD; whether a chain was shorter than 20 relaxation times."""
+    """Rates per step with errors from SGLD; whether chains were too short: below some 40 effective draws they look faster."""
     from arviz_stats.base.array import array_stats
 
     count, thin, path = settings.chains, 20, PackedPath(problem)
@@ -269,7 +269,7 @@ def _rates(problem: Problem, data: Empirical, quantity: str, settings: Settings)
         for column in range(places)
     ])  # fmt: skip
     rate = 2 * ess / (draws * thin)
-    return rate.mean(axis=1), rate.std(axis=1, ddof=1) / math.sqrt(count), ess.mean(axis=1) < 20
+    return rate.mean(axis=1), rate.std(axis=1, ddof=1) / math.sqrt(count), ess.mean(axis=1) < 40
 
 
 class FiniteChiStudy(NamedTuple):
