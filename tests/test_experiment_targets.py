@@ -37,7 +37,7 @@ def numbers(kind: str, length: int = 4, vocab: int = 3, cyclic: bool = True, tok
 CASES = [
     numbers(kind, *rest)
     for kind in ("softmax", "linear")
-    for rest in [(2, 2), (4, 3), (4, 3, False), (4, 3, True, 0.7), (4, 3, False, 0.7), (3, 9)]
+    for rest in [(2, 2), (4, 3, True, 0.7), (4, 3, False, 0.7), (3, 9, False)]
 ]
 PROBLEMS = pytest.mark.parametrize(
     "problem", CASES, ids=lambda p: f"{p.attention}-{p.length}-{p.vocab}-{'cyclic' if p.cyclic else 'open'}-{p.token_scale:g}"
@@ -80,8 +80,9 @@ def by_hand(problem: Problem, logits: np.ndarray, output: np.ndarray) -> float:
 @PROBLEMS
 def test_joint_is_the_energy_of_the_sequences(problem):
     target = Joint(posed(problem, data(problem)))
+    density = jax.jit(lambda place: target.log_density(place, CHI), compiler_options=QUICK)
     for logits, output in zip(*places(problem), strict=True):
-        found = target.log_density(Positional(logits, output), CHI)
+        found = density(Positional(logits, output))
         assert float(found) == pytest.approx(-CHI * by_hand(problem, logits, output), rel=1e-12)
 
 
@@ -93,8 +94,9 @@ def test_collapsed_is_the_posterior_of_the_theory(problem, expected):
     shift = targets.shift(problem.length, cyclic=problem.cyclic)
     task = Task(shift, seen, layout.full(problem.length, problem.cyclic), prior(problem))
     (first, second), _ = places(problem)
-    found = target.log_density(first, CHI) - target.log_density(second, CHI)
-    wanted = negative_log_posterior(second, task, problem.attention) - negative_log_posterior(first, task, problem.attention)
+    density = jax.jit(lambda logits: target.log_density(logits, CHI), compiler_options=QUICK)
+    theory = jax.jit(lambda logits: negative_log_posterior(logits, task, problem.attention), compiler_options=QUICK)
+    found, wanted = density(first) - density(second), theory(second) - theory(first)
     # `expected` holds float32
     assert float(found) == pytest.approx(float(wanted), abs=1e-4 if expected else 1e-10)
 
@@ -223,7 +225,8 @@ def test_packed_energy_and_slope_are_those_of_the_joint_target(problem):
     logits, output = places(problem)
     path, target = PackedPath(problem), Joint(posed(problem, data(problem)))
     held = Transposed(logits.swapaxes(1, 2), output)
-    energy, slope = jax.jit(path.energy_and_slope, compiler_options=QUICK)(held, packed(problem, 2))
+    data_sets = path.pack(jax.tree.map(lambda leaf: np.stack([leaf] * 2), data(problem)))
+    energy, slope = jax.jit(path.energy_and_slope, compiler_options=QUICK)(held, data_sets)
     value = jax.vmap(lambda *place: target.value_and_gradient(Positional(*place), CHI))
     log_density, gradient = jax.jit(value, compiler_options=QUICK)(logits, output)
     assert float(energy[0] - energy[1]) == pytest.approx(float(log_density[1] - log_density[0]) / CHI, rel=FLOAT32)
