@@ -16,9 +16,11 @@ from hypothesis import settings
 
 from copyhead.problem import Problem
 
-# What one test, worker or command has compiled, the others of this session need not compile again.
-CACHE = tempfile.TemporaryDirectory(prefix="copyhead-tests-")
-for setting, value in (("compilation_cache_dir", CACHE.name), ("persistent_cache_min_compile_time_secs", 0.3)):
+# What one test, worker or command has compiled, the others of this session need not compile again; the processes that run the
+# tests side by side have the folder of the one that has started them.
+CACHE = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.TemporaryDirectory(prefix="copyhead-tests-")
+folder = CACHE.name if CACHE else os.environ["JAX_COMPILATION_CACHE_DIR"]
+for setting, value in (("compilation_cache_dir", folder), ("persistent_cache_min_compile_time_secs", 0.3)):
     jax.config.update(f"jax_{setting}", value)
     os.environ[f"JAX_{setting.upper()}"] = str(value)  # of the processes that tests start
 
