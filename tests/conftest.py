@@ -6,6 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
@@ -15,9 +16,11 @@ from hypothesis import settings
 
 from copyhead.problem import Problem
 
-# What one test, worker or command has compiled, the others of this session need not compile again.
-CACHE = tempfile.TemporaryDirectory(prefix="copyhead-tests-")
-for setting, value in (("compilation_cache_dir", CACHE.name), ("persistent_cache_min_compile_time_secs", 0.3)):
+# What one test, worker or command has compiled, the others of this session need not compile again; the processes that run the
+# tests side by side have the folder of the one that has started them.
+CACHE = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.TemporaryDirectory(prefix="copyhead-tests-")
+folder = CACHE.name if CACHE else os.environ["JAX_COMPILATION_CACHE_DIR"]
+for setting, value in (("compilation_cache_dir", folder), ("persistent_cache_min_compile_time_secs", 0.3)):
     jax.config.update(f"jax_{setting}", value)
     os.environ[f"JAX_{setting.upper()}"] = str(value)  # of the processes that tests start
 
@@ -28,6 +31,25 @@ settings.load_profile("copyhead")
 
 # For functions that a test calls a few times on small arrays: optimising them takes longer than running them.
 QUICK = {"xla_backend_optimization_level": 0}
+
+
+@contextmanager
+def quickly() -> Iterator[None]:
+    """QUICK for all that is compiled, in the processes that are started, too: for runs so short that most is compilation."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+        del os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"]
+
+
+@pytest.fixture
+def quick() -> Iterator[None]:
+    """`quickly` for one test."""
+    with quickly():
+        yield
 
 
 @pytest.fixture(scope="module")

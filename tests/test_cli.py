@@ -133,6 +133,14 @@ WRONG = [
     (["reproduce", "--grid", "300,200,100,400"], "must be at least 4 ascending integers >= 1"),
     (["reproduce", "--grid", "a,b,c,d"], "grid = "),
     (["reproduce", "--seeds", "1"], "seeds = '1': must be an integer >= 2"),
+    (["sample"], "sequences = None: must be given"),
+    (["sample", "--at", "30.5"], "sequences = 30.5: must be an integer >= 1"),
+    (["sample", "--at", "300", "--chains", "1"], "chains = 1: must be an integer >= 2"),
+    (["sample", "--at", "300", "--sampler", "gibbs"], "sampler = 'gibbs': must be one of hmc, mala, sgld, nuts, blackjax-hmc"),
+    (["sample", "--at", "300", "--out", "draws.zarr"], "out = 'draws.zarr': must end in .nc"),
+    (["sample", "--at", "300", "--out", "no/draws.nc"], "out = 'no/draws.nc': its folder must exist"),
+    (["sample", "--at", "300", "--head-dimension", "8"], "head_dimension = 8: "),
+    (["fluctuations", "--chi", "5,-1"], "chi = '5,-1': must be positive numbers separated by commas"),
     (["classify", "missing.csv"], "table = 'missing.csv': cannot be read"),
     (["classify", "/dev/null"], "table = '/dev/null': must have a header and at least one row"),
     (["classify"], "Missing argument 'TABLE.csv'"),
@@ -152,7 +160,7 @@ def test_wrong_input_is_answered_by_one_line(capsys, tmp_path, monkeypatch, argu
 
 
 def test_help_shows_examples(capsys):
-    for command in ("predict", "diagram", "reproduce", "classify"):
+    for command in ("predict", "diagram", "reproduce", "sample", "fluctuations", "classify"):
         code, out, _ = run(capsys, command, "--help")
         assert code == 0
         assert f"copyhead {command}" in out
@@ -178,6 +186,22 @@ def test_diagram_numbers(capsys):
     assert found["verdict"] == [["crossover", "first-order"]] * 2
     # theory.md section 6
     assert [row[1] for row in found["P"]] == pytest.approx([296.8200, 291.7173], abs=5e-5)
+
+
+def test_sample(capsys, tmp_path):
+    small = ["--length", "6", "--vocab", "3", "--at", "40", "--chi", "20", "--chains", "2", "--warmup", "100", "--draws", "100"]
+    out_file = tmp_path / "draws.nc"
+    code, out, _ = run(capsys, "sample", *small, "--out", str(out_file), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert out.count("\n") == 1
+    assert found["verdict"] in ("mixed", "metastable", "not converged")
+    assert {"verdict", "reason", "rhat_between_starts", "branches", "acceptance", "theory", "free_energy"} <= set(found)
+    before = out_file.read_bytes()
+    code, _, err = run(capsys, "sample", *small, "--out", str(out_file))
+    assert code == 2
+    assert "exists; give --force" in err
+    assert out_file.read_bytes() == before
 
 
 def test_classify(capsys, tmp_path):

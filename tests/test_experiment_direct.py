@@ -40,6 +40,7 @@ def energy(net, weights, begin, data, problem):
     return error / (2 * problem.kappa) + network.prior_energy(weights, begin, network.scales(net, problem))
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("net", "fields"),
     [
@@ -74,6 +75,7 @@ def test_the_gradient_is_that_of_the_energy(net, fields):
                     assert np.abs(part[cell] - wanted).max() < FLOAT32 * np.abs(wanted).max(), name
 
 
+@pytest.mark.usefixtures("quick")
 def test_large_logits_do_not_overflow_and_padding_adds_nothing():
     draw = np.random.default_rng(0).standard_normal
     shapes = (7, 7), (7, 3), (3, 7), (3, 3), (3, 3)
@@ -90,6 +92,7 @@ def test_large_logits_do_not_overflow_and_padding_adds_nothing():
         np.testing.assert_allclose(part, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
 
 
+@pytest.mark.usefixtures("quick")
 def test_the_positional_network_has_the_same_gradient_through_moments_and_through_sequences():
     problem = PROBLEM.replace(token_scale=0.0)
     moments, direct = PackedPath(problem), DirectPath(problem, Network())
@@ -104,6 +107,7 @@ def test_the_positional_network_has_the_same_gradient_through_moments_and_throug
         assert np.abs(part - other).max() < FLOAT32 * np.abs(other).max()
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(("net", "batch"), [(KERNEL, None), (EMBEDDED, None), (KERNEL, 20)])
 def test_the_chunk_of_sequences_and_of_cells_does_not_matter(net, batch):
     runs = [(count, seed, "small", 20.0) for seed in range(3) for count in (45, 60)]
@@ -118,6 +122,7 @@ def test_the_chunk_of_sequences_and_of_cells_does_not_matter(net, batch):
             np.testing.assert_allclose(part, reference, atol=2e-4)
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_batch_of_all_sequences_is_the_full_batch_exactly():
     runs = [(50, seed, "small", 20.0) for seed in range(2)]
     full, all_of_them = (
@@ -240,6 +245,7 @@ def test_linear_attention_that_reads_tokens_has_metastable_signs_of_tokens():
         assert state.action > copy.action  # equal signs are the global minimum
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_run_that_diverges_is_marked_with_a_step_and_leaves_the_others_alone():
     way = DirectPath(PROBLEM, KERNEL)
     cells = assemble(way, [(40, 0, "small", 1.0), (40, 1, "small", 1.0)])

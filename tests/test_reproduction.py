@@ -8,18 +8,22 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import xarray as xr
 
+from conftest import quickly
+from copyhead import reproduction
 from copyhead.model.network import Network
 from copyhead.problem import Problem
 from copyhead.reproduction import reproduce
+from copyhead.study.scaling import scaling
 
 SMALL = {
     "seeds": 2, "adam_steps": 400, "warmup": 200, "draws": 40, "thin": 5, "points": 6, "sampled": 3,
-    "plane_sizes": 2, "plane_points": 3, "plane_steps": 200, "plane_seeds": 1,
+    "ladders": 1, "ladder_draws": 60, "plane_sizes": 2, "plane_points": 3, "plane_steps": 200, "plane_seeds": 1,
 }  # fmt: skip
 PROBLEM = Problem.preset("paper", length=20)
 
@@ -27,7 +31,8 @@ PROBLEM = Problem.preset("paper", length=20)
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
-    return folder, reproduce(PROBLEM, folder, workers=2, **SMALL)
+    with quickly():
+        return folder, reproduce(PROBLEM, folder, workers=2, **SMALL)
 
 
 @pytest.mark.slow
@@ -48,15 +53,18 @@ def test_report_is_self_contained(whole):
     folder, _ = whole
     page = (folder / "report.html").read_text()
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page)
-    assert page.count("data:image/png;base64,") == len(list((folder / "figures").glob("*.png"))) == 7
-    assert len(list((folder / "figures").glob("*.svg"))) == 7
+    assert page.count("data:image/png;base64,") == len(list((folder / "figures").glob("*.png"))) == 8
+    assert len(list((folder / "figures").glob("*.svg"))) == 8
     assert "nan" not in re.sub(r"base64,[^\"]*", "", page).lower().replace("dominan", "")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(("kind", "attention"), [("kernel", "softmax"), ("embedded", "linear")])
-def test_networks_that_read_tokens_have_the_same_tables_and_figures(tmp_path, kind, attention):
+def test_networks_that_read_tokens_have_the_same_tables_and_figures(tmp_path, monkeypatch, kind, attention):
     """A check that everything runs; the numbers are held by the tests of each part."""
+    # the scaling of `whole` has all lengths
+    monkeypatch.setattr(reproduction, "scaling", partial(scaling, lengths=(18, 32, 128, 1024)))
     network = Network(kind=kind, width=16)
     small = {**SMALL, "grid": (16, 24, 32, 45), "sampled": 3, "adam_steps": 200, "widths": (16, 32), "attentions": (attention,)}
     problem = Problem(length=6, vocab=2, noise=0.5)
@@ -89,6 +97,7 @@ def test_parts_are_plain_labelled_data(whole):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick")
 def test_killed_run_is_continued_with_the_same_numbers(whole, tmp_path):
     """kill -9 of the whole process group at the start, half way and at the end; the table is that of a run left alone."""
     reference, _ = whole

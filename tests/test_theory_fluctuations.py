@@ -1,6 +1,6 @@
 """Finite chi: blocks of the Hessian against all L^2 logits, the expansion against quadrature, P*(chi), barriers, precursors."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -51,24 +51,24 @@ def symmetric(problem: Problem, place) -> np.ndarray:
     return logits
 
 
-@cache
-def full_hessian(problem: Problem):
-    size = problem.length
+# Compiled once for each kind and number of positions: all other numbers are arguments.
+@partial(jax.jit, static_argnames="kind", compiler_options=QUICK)
+def full_hessian(logits, task, kind):
+    size = logits.shape[0]
+    return jax.hessian(lambda x: action(x.reshape(size, size), task, kind))(logits.ravel())
 
-    def flat(x, task):
-        return action(x.reshape(size, size), task, problem.attention)
 
-    return jax.jit(jax.hessian(flat), compiler_options=QUICK)
+spectrum_at = jax.jit(spectrum, static_argnames="kind", compiler_options=QUICK)
+free_energies = jax.jit(jax.vmap(free_energy, in_axes=(0, None)), compiler_options=QUICK)
 
 
 @PROBLEMS
 def test_blocks_are_the_hessian_over_all_logits(problem):
     task, here = brute(problem), at(gaussian_task(problem), SEQUENCES)
-    found_at = jax.jit(lambda place: spectrum(place, here, problem.attention), compiler_options=QUICK)
     for place in PLACES:
-        logits = symmetric(problem, place).ravel()
-        ratio = np.linalg.solve(full_hessian(problem)(logits, at(task, 0.0)), full_hessian(problem)(logits, task))
-        found = found_at(np.array(place))
+        logits, kind = symmetric(problem, place), problem.attention
+        ratio = np.linalg.solve(full_hessian(logits, at(task, 0.0), kind), full_hessian(logits, task, kind))
+        found = spectrum_at(np.array(place), here, kind)
         once = [*np.linalg.eigvals(found.symmetric), *[1.0] * (problem.length * (problem.length - problem.scored))]
         copies = [*np.linalg.eigvals(found.edges), float(found.rows)] * (problem.scored - 1)
         if int(found.others) < 0:  # L = 2: one of the edges does not exist, and is equal to `rest`
@@ -256,7 +256,7 @@ def test_free_energy_of_cG_gives_its_mean_and_variance(length, cyclic):
         here = at(gaussian_task(with_chi(problem, chi)), sequences)
         mean, variance, _ = quadrature(problem, sequences).moments(chi)
         cG = np.linspace(mean[1] - 10 * variance[1] ** 0.5, mean[1] + 10 * variance[1] ** 0.5, 2001)
-        energy = np.asarray(jax.jit(jax.vmap(lambda c, here=here: free_energy(c, here)), compiler_options=QUICK)(cG))
+        energy = np.asarray(free_energies(cG, here))
         density = np.exp(-chi * (energy - energy.min()))
         center = cG @ density / density.sum()
         errors.append(np.abs([center - mean[1], (cG - center) ** 2 @ density / density.sum() - variance[1]]))
@@ -278,7 +278,7 @@ def test_means_of_the_reference():
     values = []
     for cG in (0.403275, 0.404275, 0.405275):
         logits = symmetric(problem, (-cG / 16, cG))
-        log_det = np.linalg.slogdet(full_hessian(problem)(logits.ravel(), task))[1]
+        log_det = np.linalg.slogdet(full_hessian(logits, task, problem.attention))[1]
         values.append(float(negative_log_posterior(jnp.asarray(logits), task, "softmax")) + log_det / 2)
     assert np.polyfit([-1, 0, 1], values, 2)[1] / np.polyfit([-1, 0, 1], values, 2)[0] == pytest.approx(0, abs=5e-3)
 
@@ -329,7 +329,7 @@ def test_slope_of_the_maxwell_point_from_all_logits():
     for one in (result.before, result.after):
         state = min(found(problem).minima(result.limit), key=lambda m: abs(m.order_parameters.cG - one.cG)).order_parameters
         logits = symmetric(problem, (-state.cG / 18, state.cG))
-        log_det = np.linalg.slogdet(full_hessian(problem)(logits.ravel(), task))[1]
+        log_det = np.linalg.slogdet(full_hessian(logits, task, problem.attention))[1]
         entropic = negative_log_posterior(jnp.asarray(logits), task, "softmax") - problem.chi * action(
             jnp.asarray(logits), task, "softmax"
         )

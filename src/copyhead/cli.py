@@ -147,7 +147,7 @@ def sample(
 
     - `copyhead sample --at 250 --sampler nuts --target joint --draws 500 --out draws.nc`
     """
-    from copyhead.study.sampling import SamplingSettings, save
+    from copyhead.study.sampling import SamplingSettings, check, save
     from copyhead.study.sampling import sample as solve
 
     if out is not None and out.suffix != ".nc":
@@ -160,6 +160,7 @@ def sample(
         sampler=sampler, target=target, chains=chains, warmup=warmup, draws=draws, thin=thin, seed=seed, repeats=repeats
     )
     settings = SamplingSettings(**chosen, population=population, free_energy=free_energy)
+    check(problem, settings)
     with _Progress("sampling", 3.0 if free_energy else 2.0) as advance:
         found = solve(problem, settings, lambda stage: advance(0.0 if stage == "sampling" else 1.0))
     if out is not None:

@@ -7,9 +7,9 @@ Given G the columns of W are Gaussian: inverse covariance chi (F/kappa + 1/g_O),
 and its gradient is chi times the mean of grad_G E over W, which needs the first two moments of W only. The posterior of
 theory.posterior in float32 and in other words; a test holds them together.
 
-A chain samples its `Rung`: its own chi, a factor on the moments, and a harmonic bias on the place u along the order parameter
-aG. Softmax: u = log(p / y), with p and y the mean attention on and off the target, so that aG = p - y, and u is the cG that
-would give the same attention. Linear: u = L aG = cG. Both are monotonic in aG.
+A chain samples its `Rung`: its own chi, a factor on the moments, and a harmonic bias on the place s along the order parameter
+aG. Softmax: s = log(p / y), with p and y the mean attention on and off the target, so that aG = p - y, and s is the cG that
+would give the same attention. Linear: s = L aG = cG. Both are monotonic in aG.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Rung(NamedTuple):
     """What a chain samples, beside its data: scalars by chain.
 
     chi: mean-field scale. weight: the data count as weight * P sequences. center, stiffness: of the bias
-    stiffness (u - center)^2 / 2 in -log p.
+    stiffness (s - center)^2 / 2 in -log p.
     """
 
     chi: Float[Array, "chain"]
@@ -52,7 +52,7 @@ class Rung(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the density of a state depends on. prior: logit energy. square, overlap: F/kappa and N/kappa. place: u."""
+    """What the density of a state depends on. prior: logit energy. square, overlap: F/kappa and N/kappa. place: s."""
 
     prior: Float[Array, "chain"]
     square: Float[Array, "chain V V"]
@@ -101,7 +101,7 @@ def _target(sizes: Sizes) -> Float[Array, "L L"]:
 
 
 def place(seen: Attended, sizes: Sizes) -> Float[Array, "chain"]:
-    """u, see the module."""
+    """s, see the module."""
     on = jnp.sum(seen.matrix * _target(sizes), axis=(-2, -1)) / sizes.scored
     if sizes.kind == "softmax":
         return jnp.log(on) - jnp.log1p(-on) + np.log(sizes.length - 1)
@@ -110,7 +110,7 @@ def place(seen: Attended, sizes: Sizes) -> Float[Array, "chain"]:
 
 
 def place_of(aG: Float[np.ndarray, "..."], problem: Problem) -> Float[np.ndarray, "..."]:
-    """u as a function of aG; for softmax p - y = aG and p + (L - 1) y = 1."""
+    """s as a function of aG; for softmax p - y = aG and p + (L - 1) y = 1."""
     length = problem.length
     if problem.attention == "linear":
         return length * np.asarray(aG)
@@ -118,7 +118,7 @@ def place_of(aG: Float[np.ndarray, "..."], problem: Problem) -> Float[np.ndarray
 
 
 def order_parameter(place: Float[np.ndarray, "..."], problem: Problem) -> Float[np.ndarray, "..."]:
-    """aG as a function of u."""
+    """aG as a function of s."""
     length = problem.length
     if problem.attention == "linear":
         return np.asarray(place) / length
@@ -127,7 +127,7 @@ def order_parameter(place: Float[np.ndarray, "..."], problem: Problem) -> Float[
 
 
 def _place_gradient(seen: Attended, sizes: Sizes) -> Float[Array, "chain L L"]:
-    """The gradient of u by A^T; for softmax up to what depends on the row only."""
+    """The gradient of s by A^T; for softmax up to what depends on the row only."""
     target = _target(sizes)
     if sizes.kind == "softmax":
         on = jnp.sum(seen.matrix * target, axis=(-2, -1)) / sizes.scored

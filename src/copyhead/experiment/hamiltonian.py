@@ -199,9 +199,9 @@ def run(
     )
     fresh: Any = jax.vmap(jax.vmap(partial(look_and_force, sizes=sizes), in_axes=(0, None, 0)), in_axes=(0, None, 0))
 
-    def advance(state: State, angle: Array, number: Any, heat: float = 1.0) -> tuple[State, Array, Array]:
+    def advance(state: State, angle: Array, number: Any, heat: Any = 1.0) -> tuple[State, Array, Array]:
         noise = normals(flat_keys, number, count).reshape(*shape, count)
-        noise = noise.at[..., 1 : 1 + length**2].multiply(heat) if heat < 1 else noise
+        noise = jnp.concatenate([noise[..., :1], heat * noise[..., 1:-2], noise[..., -2:]], axis=-1)
         state, probability = chain(state, data, rung, angle, noise[..., 1:])
         exchanged: Any = jnp.full(shape, jnp.nan)
         if ladder:
@@ -210,17 +210,15 @@ def run(
             state = state._replace(seen=seen, data_energy=energy, force=force)
         return state, probability, exchanged
 
-    def cool(carried: tuple, _: None) -> tuple[tuple, None]:
-        state, number = carried
-        return (advance(state, jnp.full(shape, QUENCH_ANGLE), number, heat=0.0)[0], number + 1), None
-
-    def warm(carried: tuple, _: None) -> tuple[tuple, None]:
+    def prepare(carried: tuple, hot: Bool[Array, ""]) -> tuple[tuple, None]:
+        """One trajectory before the draws: cold, to descend, or hot, to adapt; one loop, or it would be compiled twice."""
         state, adaptation, number = carried
-        angle = jnp.minimum(jnp.exp(adaptation[0]), largest)
-        state, probability = advance(state, angle, number)[:2]
+        angle = jnp.where(hot, jnp.minimum(jnp.exp(adaptation[0]), largest), QUENCH_ANGLE)
+        state, probability = advance(state, angle, number, hot.astype(angle.dtype))[:2]
         # repeats of a rung adapt together
         shortfall = jnp.broadcast_to(ACCEPTANCE - probability.mean(axis=1, keepdims=True), shape)
-        return (state, update(adaptation, shortfall), number + 1), None
+        adapted = jax.tree.map(lambda new, old: jnp.where(hot, new, old), update(adaptation, shortfall), adaptation)
+        return (state, adapted, number + 1), None
 
     def once(carried: tuple, _: None) -> tuple[tuple, tuple]:
         state, angle, number = carried
@@ -249,11 +247,11 @@ def run(
     seen, energy, force = fresh(start, data, rung)
     walker = jnp.broadcast_to(jnp.arange(shape[0])[:, None, None], shape)
     state = State(start, seen, energy, force, walker)
-    adaptation = begin(jnp.full(shape, FIRST_ANGLE))
-    adaptation = adaptation._replace(log_x_avg=jnp.zeros(shape), avg_error=jnp.zeros(shape))
-    (state, number), _ = jax.lax.scan(cool, (state, jnp.uint32(0)), length=QUENCH)
-    warmed: Any = (state, adaptation, number)
-    (state, adaptation, number), _ = jax.lax.scan(warm, warmed, length=settings.warmup)
+    adaptation: Any = begin(jnp.full(shape, FIRST_ANGLE))
+    adaptation = adaptation._replace(log_x_avg=jnp.zeros(shape), avg_error=jnp.zeros(shape), step=jnp.array(1))
+    begun: Any = (state, adaptation, jnp.uint32(0))
+    hot = jnp.arange(QUENCH + settings.warmup) >= QUENCH
+    (state, adaptation, number), _ = jax.lax.scan(prepare, begun, hot)
     angle = jnp.minimum(jnp.exp(adaptation[1]), largest) if settings.warmup else jnp.full(shape, FIRST_ANGLE)
     _, traces = jax.lax.scan(draw, (state, angle, number), length=settings.draws)
     traces = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 3), traces)

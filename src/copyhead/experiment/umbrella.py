@@ -1,6 +1,6 @@
 """A ladder of biased chains along aG, and the free energy that they give: barrier, branch weights, P* at finite chi.
 
-Windows with harmonic biases on the place u (`collapsed`) cover the way from one branch to the other. Each is sampled by
+Windows with harmonic biases on the place s (`collapsed`) cover the way from one branch to the other. Each is sampled by
 `hamiltonian.run`, neighbours exchange states, and `free_energy.log_weights` joins all draws to one weighted sample of the
 unbiased posterior. A draw keeps what its density depends on, so the same sample is reweighted to other P: where both branches
 have equal weight is P*, from sampling alone.
@@ -67,8 +67,8 @@ class FreeEnergy(NamedTuple):
     """The free energy F = -log p of one data set, in nats, from R repeats. Errors: standard errors over repeats.
 
     status: "one phase" where there is no barrier; then all below that needs one is nan.
-    along: F of the place u. by_aG, by_cG: F of aG and of cG.
-    wells, top: aG of the two minima and of the maximum between them. heights: of the top above the wells, in F of u.
+    along: F of the place s. by_aG, by_cG: F of aG and of cG.
+    wells, top: aG of the two minima and of the maximum between them. heights: of the top above the wells, in F of s.
     log_ratio: log of the weight of the copying phase over that of the uniform one, at P. by_start: its mean by start.
     P_star: where it is zero, by reweighting to other P. slope: d log_ratio / d ln P at P.
     exchange: the least mean acceptance of an exchange. round_trips: of states between the ends of the ladder, all repeats.
@@ -163,6 +163,16 @@ def climb(problem: Problem, data: Empirical, repeats: int, settings: Hamiltonian
     return _sampled(problem, data, rung, repeats, settings, seed, 2)
 
 
+def refuse_beyond_float32(problem: Problem, sequences: float) -> None:
+    """Raises:
+    ProblemError: if energies, which go up to chi P / (2 sigma^2), are too large to be told apart in float32.
+    """
+    size = problem.chi * sequences / (2 * problem.noise)
+    if size > LARGEST_ENERGY:
+        largest = LARGEST_ENERGY * problem.chi / size
+        raise ProblemError(f"chi = {problem.chi:g}: must be <= {largest:.4g} here, or float32 would not tell energies apart")
+
+
 def _sampled(
     problem: Problem,
     data: Empirical,
@@ -175,12 +185,7 @@ def _sampled(
     kinds: tuple[Start, ...] = STARTS,
 ) -> tuple[Trace, Rung]:
     shape = (len(rung.chi), repeats, len(np.asarray(data.sequences)))
-    size = problem.chi * float(np.max(data.sequences)) / (2 * problem.noise)
-    if size > LARGEST_ENERGY:
-        raise ProblemError(
-            f"chi = {problem.chi:g}: must be <= {LARGEST_ENERGY * problem.chi / size:.4g} here; energies up to "
-            "chi P / (2 sigma^2) are told apart in float32"
-        )
+    refuse_beyond_float32(problem, float(np.max(data.sequences)))
     whole = Rung(*(np.broadcast_to(part[:, None, None], shape).astype(np.float32) for part in rung))
     packed, against = PackedPath(problem).pack(data), yardstick(problem, Network(), fresh)
     begin, keys = starts(problem, shape, seed, kinds), _keys(shape, seed, use)
@@ -344,6 +349,6 @@ def around(
 
 
 def _edges(rung: Rung, problem: Problem) -> Float[np.ndarray, "b+1"]:
-    """Bins along u from the first window to the last."""
+    """Bins along s from the first window to the last."""
     center, width = np.asarray(rung.center[:, 0, 0], float), _spacing(problem) / BINS
     return np.linspace(center[0], center[-1], 1 + math.ceil((center[-1] - center[0]) / width))

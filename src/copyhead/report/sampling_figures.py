@@ -48,7 +48,7 @@ def approaches(found: Sequence[Approached]) -> Figure:
             axes[row, 1].errorbar(one.distance, one.rate, one.rate_error, label=label, **style)
             axes[row, 1].plot(one.distance, one.theory_rate, color=colour, lw=0.9)
         quantity = f"${name[0]}_{name[1]}$"
-        axes[row, 0].set(ylabel=rf"$\chi$ Var({quantity})", title=f"to the {place}")
+        axes[row, 0].set(ylabel=rf"$\chi$ Var({quantity})", title=f"{quantity} to {place}")
         axes[row, 1].set(
             ylabel="relaxation rate per SGLD step", title="lines: theory at the same χ", yscale="log", xscale="log"
         )
@@ -82,6 +82,6 @@ def comparison(rows: Sequence[Compared]) -> Figure:
             panel.errorbar(chi, values, error, **style)
     for panel, name in zip(axes[0], ("mean", "standard deviation"), strict=True):
         panel.axhline(1, color=GREY, lw=0.8)
-        panel.set(xscale="log", xlabel=r"$\chi$", title=f"{name} of $c_G$, sampled / theory to order $1/\\chi$")
+        panel.set(xscale="log", xlabel=r"$\chi$", title=f"{name} of $c_G$: sampled / theory")
     axes[0, 1].legend(fontsize=7)
     return figure

@@ -206,7 +206,7 @@ def _approached(problem: Problem, way: Approach, chosen: np.ndarray, settings: S
     variance = problem.chi * np.array([values[:, index].var(axis=1, ddof=1) for index in range(len(where))])
     rate, rate_error, slow = _rates(problem, data, way.order_parameter, settings)
     # a run that has gone over to copying has left the branch for good
-    left = np.asarray(trace.marks.place[0]).max(axis=(0, 2)) > LEFT
+    left = np.asarray(trace.marks.place[0]).max(axis=(0, 2)) > _between(problem)
     steps = _steps(problem, where)
     theory = [_theory_rate(problem, place, step) for place, step in zip(where, steps, strict=True)]
     hidden = np.where(left, np.nan, 1.0)
@@ -218,14 +218,19 @@ def _approached(problem: Problem, way: Approach, chosen: np.ndarray, settings: S
         variance.mean(axis=1) * hidden,
         variance.std(axis=1, ddof=1) / math.sqrt(count) * hidden,
         np.where(slow, np.nan, rate) * hidden,
-        rate_error * hidden,
+        np.where(slow, np.nan, rate_error) * hidden,
         np.array(theory) * hidden,
         left,
     )
 
 
-# u above which a chain has left the uniform branch of the preset, whose fold is at cG = 0.75.
-LEFT = 1.4
+def _between(problem: Problem) -> float:
+    """Halfway between the cG of the two branches at P*, above which a chain has left the first; infinite without two."""
+    found = phases(problem)
+    jump = next((t for t in found.transitions if t.window), None)
+    if jump is None:
+        return math.inf
+    return float(np.mean([float(minimum.order_parameters.cG) for minimum in found.minima(jump.P)[:2]]))
 
 
 def _steps(problem: Problem, where: list[float]) -> list[tuple[float, float]]:
@@ -242,7 +247,7 @@ def _theory_rate(problem: Problem, place: float, steps: tuple[float, float]) -> 
 
 
 def _rates(problem: Problem, data: Empirical, quantity: str, settings: Settings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rates per step with errors from SGLD; whether a chain was shorter than 20 relaxation times."""
+    """Rates per step with errors from SGLD; whether chains were too short: below some 40 effective draws they look faster."""
     from arviz_stats.base.array import array_stats
 
     count, thin, path = settings.chains, 20, PackedPath(problem)
@@ -264,7 +269,7 @@ def _rates(problem: Problem, data: Empirical, quantity: str, settings: Settings)
         for column in range(places)
     ])  # fmt: skip
     rate = 2 * ess / (draws * thin)
-    return rate.mean(axis=1), rate.std(axis=1, ddof=1) / math.sqrt(count), ess.mean(axis=1) < 20
+    return rate.mean(axis=1), rate.std(axis=1, ddof=1) / math.sqrt(count), ess.mean(axis=1) < 40
 
 
 class FiniteChiStudy(NamedTuple):

@@ -51,7 +51,7 @@ class SamplingSettings(Record):
     free_energy: bool = Field(
         default=False, description="also F(aG) between the branches and P*, from a ladder of biased chains"
     )
-    repeats: int = Field(default=4, ge=4, le=100, description="independent ladders, an even number: half from either start")
+    repeats: int = Field(default=4, ge=4, le=100, multiple_of=2, description="independent ladders, half from either start")
 
     @property
     def spacing(self) -> int:
@@ -191,6 +191,36 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def check(problem: Problem, settings: SamplingSettings) -> None:
+    """Refuses what cannot be sampled, before anything is computed.
+
+    Raises:
+        ProblemError: for attention that reads tokens, separate query and key matrices, a P that is no number of sequences,
+            energies beyond float32, or settings that do not go together.
+    """
+    from copyhead.experiment.collapsed import sizes
+    from copyhead.experiment.umbrella import refuse_beyond_float32
+
+    sizes(problem)
+    refuse_beyond_float32(problem, _sequences(problem, settings.population))
+    if settings.target is not None and settings.sampler not in ("nuts", "blackjax-hmc"):
+        own = "collapsed" if settings.sampler == "hmc" else "joint"
+        raise ProblemError(
+            f"target = {settings.target!r}: {settings.sampler} has the {own} posterior for its target; leave it out"
+        )
+
+
+def _sequences(problem: Problem, population: bool) -> float:
+    count = problem.sequences
+    if count is None:
+        raise ProblemError("sequences = None: must be given, sampling is at one number of sequences (--at)")
+    if not population and (count != round(count) or count < 1):
+        raise ProblemError(
+            f"sequences = {count:g}: must be an integer >= 1 for a data set; expected moments take any number > 0"
+        )
+    return count
+
+
 def data_for(problem: Problem, seed: int, population: bool) -> Empirical:
     """The moments of one data set, or the expected ones, with a leading axis of length one.
 
@@ -200,13 +230,7 @@ def data_for(problem: Problem, seed: int, population: bool) -> Empirical:
     from copyhead.experiment.cells import data_sets
     from copyhead.model import moments, tokens
 
-    count = problem.sequences
-    if count is None:
-        raise ProblemError("sequences = None: must be given, sampling is at one number of sequences (--at)")
-    if not population and (count != round(count) or count < 1):
-        raise ProblemError(
-            f"sequences = {count:g}: must be an integer >= 1 for a data set; expected moments take any number > 0"
-        )
+    count = _sequences(problem, population)
     if population:
         found = moments.expected(tokens.uniform(problem.vocab), count, problem.length)
     else:
@@ -223,21 +247,12 @@ def sample(
         report: is told each stage as it begins.
 
     Raises:
-        ProblemError: for attention that reads tokens, separate query and key matrices, or settings that do not go together.
+        ProblemError: see `check`.
     """
     settings = settings or SamplingSettings()
     began = time.perf_counter()
-    if settings.repeats % 2:
-        raise ProblemError(f"repeats = {settings.repeats}: must be even, half of the ladders begin from either start")
-    if settings.target is not None and settings.sampler not in ("nuts", "blackjax-hmc"):
-        own = "collapsed" if settings.sampler == "hmc" else "joint"
-        raise ProblemError(
-            f"target = {settings.target!r}: {settings.sampler} has the {own} posterior for its target; leave it out"
-        )
-    from copyhead.experiment.target import posed
-
+    check(problem, settings)
     data = data_for(problem, settings.seed, settings.population)
-    posed(problem, data)
     report("sampling")
     observed, stats = RUN[settings.sampler](problem, data, settings)
     tree = _tree(problem, settings, observed, stats)
