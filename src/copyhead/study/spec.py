@@ -42,12 +42,12 @@ class Reproduction(Record):
     sampled: int = Field(default=2, ge=1, description="every how many-th P is sampled by SGLD")
     sections: int = Field(default=12, ge=1, le=100, description="values of P tried at a time in the search for a jump")
     ladders: int = Field(
-        default=3, ge=0, le=100, description="data sets, beside expected moments, with F(aG) and P* by sampling"
+        default=2, ge=0, le=100, description="data sets, beside expected moments, with F(aG) and P* by sampling"
     )
     repeats: int = Field(
         default=4, ge=4, le=100, multiple_of=2, description="independent ladders of one F(aG), from both starts"
     )
-    ladder_draws: int = Field(default=250, ge=50, description="draws of each window of a ladder")
+    ladder_draws: int = Field(default=120, ge=50, description="draws of each window of a ladder")
     widths: tuple[int, ...] = Field(default=(64, 128, 256, 512), description="d_model of the departure from theory")
     width_variances: tuple[float, ...] = Field(default=(1.0, 0.01), description="g_E of the departure from theory")
     plane_sizes: int = Field(default=6, ge=2, le=50, description="number of L, and of V, in the loss maps")
