@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from copyhead.problem import Problem
+from copyhead.record import plain
 from copyhead.theory.coexistence import FiniteChi, maxwell
 from copyhead.theory.fluctuations import Fluctuations, fluctuations
 from copyhead.theory.precursors import Approach, precursors
@@ -50,13 +51,13 @@ class AtFiniteChi:
                 "limit": found.limit,
                 "shift": found.P - found.limit,
                 "slope": found.slope,
-                "before": _record(found.before, self.problem.chi),
-                "after": _record(found.after, self.problem.chi),
+                "before": found.before.to_dict(self.problem.chi),
+                "after": found.after.to_dict(self.problem.chi),
                 "barrier": None if found.barrier is None else found.barrier._asdict(),
             }
         if self.state is not None:
-            record["state"] = [_record(one, self.problem.chi) for one in self.state]
-        return _plain(record)
+            record["state"] = [one.to_dict(self.problem.chi) for one in self.state]
+        return plain(record)
 
     def lines(self) -> list[str]:
         """As the repr of a prediction shows it: means +- standard deviations."""
@@ -114,41 +115,9 @@ def at_finite_chi(problem: Problem, found: Phases) -> AtFiniteChi:
     return AtFiniteChi(problem, found, maxwell(problem, found), state)
 
 
-def _deviations(one: Fluctuations) -> dict[str, float]:
-    values = np.sqrt([*np.diag(one.covariance), *np.diag(one.attention_covariance)])
-    return dict(zip(("c1", "cG", "a1", "aG"), map(float, values), strict=True))
-
-
 def _saddle(one: Fluctuations) -> str:
     return "saddle c1 {:.5g}  cG {:.5g}".format(*one.saddle)
 
 
 def _means(one: Fluctuations) -> str:
-    return "  ".join(f"{name} {getattr(one, name):.5g} +- {error:.2g}" for name, error in _deviations(one).items())
-
-
-def _record(one: Fluctuations, chi: float) -> dict[str, Any]:
-    deviations = _deviations(one)
-    return {
-        "status": one.status,
-        "saddle": dict(zip(("c1", "cG"), one.saddle, strict=True)),
-        "mean": {name: getattr(one, name) for name in deviations},
-        "standard_deviation": deviations,
-        "weight": one.weight,
-        "susceptibility": dict(zip(("c1", "cG"), chi * np.diag(one.covariance), strict=True)),
-        "saddle_susceptibility": dict(zip(("c1", "cG"), np.diag(one.susceptibility), strict=True)),
-        "relaxation": one.relaxation,
-        "saddle_relaxation": one.saddle_relaxation,
-        "correction": one.correction,
-        "gamma": one.gamma,
-    }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return value
+    return "  ".join(f"{name} {getattr(one, name):.5g} +- {error:.2g}" for name, error in one.deviations.items())

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class ProblemError(ValueError):
     """A parameter is outside its range; the message names the field, the value and the allowed range."""
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold: arrays and tuples as lists, a number that is nan or infinite as None."""
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float | np.floating):
+        return float(value) if math.isfinite(value) else None
+    return value
 
 
 class Record(BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
+from copyhead.record import plain
 
 Order = Literal["first-order", "second-order", "crossover", "undetermined"]
 
@@ -41,7 +41,7 @@ class Classification:
             "P": self.P,
             "interval": None if self.interval is None else list(self.interval),
             "reason": self.reason,
-            "evidence": [{**one._asdict(), "value": _known(one.value), "error": _known(one.error)} for one in self.evidence],
+            "evidence": [{**one._asdict(), "value": plain(one.value), "error": plain(one.error)} for one in self.evidence],
             "notes": list(self.notes),
         }
 
@@ -51,11 +51,7 @@ class Classification:
         lines = [f"{self.verdict}{place}{between}", f"  {self.reason}"]
         width = max((len(one.name) for one in self.evidence), default=0)
         for one in self.evidence:
-            error = "" if _known(one.error) is None else f" +- {one.error:.2g}"
+            error = "" if plain(one.error) is None else f" +- {one.error:.2g}"
             needed = f"   ({one.needed})" if one.needed else ""
             lines.append(f"    {one.name:<{width}}  {one.value:.4g}{error}{needed}")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
-
-
-def _known(value: float | None) -> float | None:
-    return float(value) if value is not None and np.isfinite(value) else None

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from copyhead.problem import Problem, ProblemError
+from copyhead.record import plain
 from copyhead.theory.action import copy_task
 from copyhead.theory.leading_order import leading_order
 from copyhead.theory.transition import Phases, phases
@@ -44,10 +45,6 @@ class Diagram(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, nan as None."""
-
-        def plain(values: np.ndarray) -> Any:
-            return [[None if np.isnan(v) else float(v) for v in row] for row in np.atleast_2d(values)]
-
         return {
             "problem": self.problem.model_dump(),
             "x": {"field": self.x.name, "values": list(self.x.values)},
@@ -56,7 +53,7 @@ class Diagram(NamedTuple):
             "P": plain(self.places),
             "loss": plain(self.loss),
             "cG": plain(self.cG),
-            "lines": {name: plain(values)[0] for name, values in self.lines.items()},
+            "lines": plain(self.lines),
         }
 
 

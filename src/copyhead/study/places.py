@@ -9,6 +9,7 @@ import xarray as xr
 
 from copyhead.experiment.diagnostics import NOTHING, Estimate, over_seeds
 from copyhead.experiment.locate import onset, resolution, steepest
+from copyhead.record import plain
 from copyhead.study.curves import Measured
 from copyhead.study.spec import Reproduction
 from copyhead.theory.leading_order import leading_order
@@ -71,18 +72,14 @@ def _row(attention: str, place: str, leading: float | None, exact: float, measur
         "exact_over_leading": None if leading is None else exact / leading,
         "measured": {
             name: {
-                "P": _known(value.mean),
-                "error": _known(value.error),
-                "over_exact": _known(value.mean / exact),
+                "P": plain(value.mean),
+                "error": plain(value.error),
+                "over_exact": plain(value.mean / exact),
                 "n": value.n,
             }
             for name, value in measured.items()
         },
     }
-
-
-def _known(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
 
 
 def _curve_places(spec: Reproduction, results: Measured, quantity: str, locate: Any) -> dict[str, Estimate]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,29 @@ class Fluctuations(NamedTuple):
     correction: float
     relaxation: float
     saddle_relaxation: float
+
+    @property
+    def deviations(self) -> dict[str, float]:
+        """Standard deviations of c1, cG, a1 and aG."""
+        variances = [*np.diag(self.covariance), *np.diag(self.attention_covariance)]
+        return dict(zip(("c1", "cG", "a1", "aG"), map(float, np.sqrt(variances)), strict=True))
+
+    def to_dict(self, chi: float) -> dict[str, Any]:
+        """Everything by name, at the chi that it was found at."""
+        deviations = self.deviations
+        return {
+            "status": self.status,
+            "saddle": dict(zip(("c1", "cG"), self.saddle, strict=True)),
+            "mean": {name: getattr(self, name) for name in deviations},
+            "standard_deviation": deviations,
+            "weight": self.weight,
+            "susceptibility": dict(zip(("c1", "cG"), chi * np.diag(self.covariance), strict=True)),
+            "saddle_susceptibility": dict(zip(("c1", "cG"), np.diag(self.susceptibility), strict=True)),
+            "relaxation": self.relaxation,
+            "saddle_relaxation": self.saddle_relaxation,
+            "correction": self.correction,
+            "gamma": self.gamma,
+        }
 
 
 class Expanded(NamedTuple):
