@@ -62,6 +62,14 @@ class Problem(Record):
         """Noise variance of one scalar output, kappa = scored * sigma^2 (the loss is a mean over positions)."""
         return self.scored * self.noise
 
+    def require_positional(self, what: str) -> None:
+        """Raises:
+        ProblemError: for attention that reads tokens, or separate query and key matrices; `what` is for neither.
+        """
+        if self.content or self.head_dimension is not None:
+            reason = "content = True" if self.content else f"head_dimension = {self.head_dimension}"
+            raise ProblemError(f"{reason}: {what} for positional attention with a fused query-key matrix only")
+
     def to_json(self) -> str:
         return self.model_dump_json()
 

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from copyhead.model.attention import attention
 from copyhead.model.moments import Population
 from copyhead.model.prior import Scalar
-from copyhead.problem import Attention, Problem, ProblemError
+from copyhead.problem import Attention, Problem
 from copyhead.theory.action import copy_task, reduced_action
 from copyhead.theory.order_parameters import lift
 from copyhead.theory.posterior import Task, best_output, data_energy, token_blocks
@@ -41,9 +41,7 @@ def gaussian_task(problem: Problem) -> Task:
     Raises:
         ProblemError: for content = True or separate query and key matrices.
     """
-    if problem.content or problem.head_dimension is not None:
-        reason = "content = True" if problem.content else f"head_dimension = {problem.head_dimension}"
-        raise ProblemError(f"{reason}: fluctuations are known for positional attention with a fused query-key matrix only")
+    problem.require_positional("fluctuations are known")
     task = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), copy_task(problem))
     assert isinstance(task, Task)
     return task
