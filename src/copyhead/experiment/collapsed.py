@@ -28,14 +28,14 @@ from copyhead.experiment.packed import (
     Rows,
     attend,
     fields,
-    prior_gradient,
+    prior_energy,
     pull_back,
     rows,
     token_blocks,
 )
 from copyhead.model import layout, targets
 from copyhead.model.prior import Prior, prior
-from copyhead.problem import Attention, Problem, ProblemError
+from copyhead.problem import Attention, Problem
 
 
 class Rung(NamedTuple):
@@ -85,11 +85,7 @@ def sizes(problem: Problem) -> Sizes:
     """Raises:
     ProblemError: for attention that reads tokens and for separate query and key matrices, whose logits are no Gaussian.
     """
-    if problem.content or problem.head_dimension is not None:
-        reason = "content = True" if problem.content else f"head_dimension = {problem.head_dimension}"
-        raise ProblemError(
-            f"{reason}: the collapsed posterior is sampled for positional attention with a fused query-key matrix"
-        )
+    problem.require_positional("the collapsed posterior is sampled")
     target = targets.shift(problem.length, cyclic=problem.cyclic)
     whole = layout.full(problem.length, problem.cyclic, jnp.float32)
     return Sizes(rows(target, whole), prior(problem), problem.attention, problem.length, problem.vocab, problem.scored)
@@ -219,8 +215,7 @@ def look(logits: Float[Array, "chain L L"], data: Packed, sizes: Sizes) -> tuple
     """`Seen` of transposed logits."""
     attended = attend(logits, sizes.rows, sizes.kind)
     square, overlap = token_blocks(attended, data, sizes.rows, sizes.prior, sizes.kind)
-    energy = jnp.sum(logits * prior_gradient(logits, sizes.prior), axis=(-2, -1)) / 2
-    return Seen(energy, square, overlap, place(attended, sizes)), attended
+    return Seen(prior_energy(logits, sizes.prior), square, overlap, place(attended, sizes)), attended
 
 
 def look_and_force(

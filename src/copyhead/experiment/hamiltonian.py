@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from copyhead.experiment.collapsed import Marks, Rung, Seen, Sizes, draw_output, look_and_force, marks, negative_log_density
 from copyhead.experiment.noise import normals
 from copyhead.experiment.observables import Observables, Yardstick, measure, order_parameters
-from copyhead.experiment.packed import Packed, prior_gradient
+from copyhead.experiment.packed import Packed, prior_energy, sandwich
 from copyhead.experiment.path import COMPILATION
 from copyhead.model.attention import attention
 from copyhead.model.network import Positional
@@ -83,34 +83,14 @@ class State(NamedTuple):
     walker: Int[Array, "..."]
 
 
-def sandwich(matrix: Float[Array, "... L L"], bulk: float, uniform: float) -> Float[Array, "... L L"]:
-    """M X M for M = bulk I + (uniform - bulk) 1 1^T / L."""
-    if bulk == uniform:
-        return bulk**2 * matrix
-    extra = (uniform - bulk) / matrix.shape[-1]
-    rows, columns = matrix.sum(axis=-1, keepdims=True), matrix.sum(axis=-2, keepdims=True)
-    return bulk**2 * matrix + bulk * extra * (rows + columns) + extra**2 * rows.sum(axis=-2, keepdims=True)
-
-
-def _kernel(prior: Prior, power: float) -> tuple[float, float]:
-    """K to a power: its eigenvalue on zero-sum vectors and on the uniform one."""
-    uniform = prior.position_scale + prior.token_coupling * prior.length
-    return float(prior.position_scale) ** power, float(uniform) ** power
-
-
 def prior_draw(noise: Float[Array, "... L L"], chi: Float[Array, "..."], prior: Prior) -> Float[Array, "... L L"]:
     """K^(1/2) xi K^(1/2) sqrt(g_W / chi)."""
-    return sandwich(noise, *_kernel(prior, 0.5)) * jnp.sqrt(prior.logit_variance / chi)[..., None, None]
+    return sandwich(noise, prior, 0.5) * jnp.sqrt(prior.logit_variance / chi)[..., None, None]
 
 
 def _kick(force: Array, chi: Array, prior: Prior) -> Array:
     """The prior covariance times the force."""
-    return sandwich(force, *_kernel(prior, 1.0)) * (prior.logit_variance / chi)[..., None, None]
-
-
-def _square(matrix: Array, chi: Array, prior: Prior) -> Array:
-    """Half the square of a matrix in the metric of the prior at chi."""
-    return chi * jnp.sum(matrix * prior_gradient(matrix, prior), axis=(-2, -1)) / 2
+    return sandwich(force, prior, 1.0) * (prior.logit_variance / chi)[..., None, None]
 
 
 def trajectory(
@@ -131,7 +111,7 @@ def trajectory(
     angle = angle * (1 + JITTER * (2 * ndtr(noise[:, -2]) - 1))
     cosine, sine = jnp.cos(angle)[:, None, None], jnp.sin(angle)[:, None, None]
     half = angle[:, None, None] / 2
-    before = state.data_energy + rung.chi * state.seen.prior + _square(velocity, rung.chi, prior)
+    before = state.data_energy + rung.chi * state.seen.prior + rung.chi * prior_energy(velocity, prior)
 
     def step(_: int, carried: tuple[Array, Array, Array, Seen, Array]) -> tuple[Array, Array, Array, Seen, Array]:
         logits, velocity, force, *_rest = carried
@@ -142,7 +122,7 @@ def trajectory(
 
     begin = (state.logits, velocity, state.force, state.seen, state.data_energy)
     logits, velocity, force, seen, energy = jax.lax.fori_loop(0, leapfrogs, step, begin)
-    change = energy + rung.chi * seen.prior + _square(velocity, rung.chi, prior) - before
+    change = energy + rung.chi * seen.prior + rung.chi * prior_energy(velocity, prior) - before
     # a trajectory that has left the numbers is refused, and counts as such
     probability = jnp.where(jnp.isfinite(change), jnp.exp(jnp.minimum(-change, 0)), 0.0)
     moved = State(logits, seen, energy, force, state.walker)

@@ -321,11 +321,21 @@ def _attention(logits: Float[Array, "cell L L"], scored: Float[np.ndarray, "L"],
     return exponential / total
 
 
-def prior_gradient(logits: Float[Array, "cell L L"], prior: Prior) -> Float[Array, "cell L L"]:
-    """K^-1 G K^-1 / g_W, transposed like the logits (K is symmetric)."""
-    scale = prior.position_scale**2 * prior.logit_variance
+def sandwich(matrix: Float[Array, "... L L"], prior: Prior, power: float) -> Float[Array, "... L L"]:
+    """K^power X K^power for K = tau_p I + c 1 1^T: a function of K is known by its values on zero-sum vectors and on 1."""
+    bulk = float(prior.position_scale) ** power
     if prior.token_coupling == 0:
-        return logits / scale
-    beta = prior.token_coupling / (prior.position_scale + prior.token_coupling * prior.length)
-    rows, columns = logits.sum(axis=1, keepdims=True), logits.sum(axis=2, keepdims=True)
-    return (logits - beta * (rows + columns) + beta**2 * rows.sum(axis=2, keepdims=True)) / scale
+        return bulk**2 * matrix
+    extra = (float(prior.position_scale + prior.token_coupling * prior.length) ** power - bulk) / float(prior.length)
+    rows, columns = matrix.sum(axis=-1, keepdims=True), matrix.sum(axis=-2, keepdims=True)
+    return bulk**2 * matrix + bulk * extra * (rows + columns) + extra**2 * rows.sum(axis=-2, keepdims=True)
+
+
+def prior_gradient(logits: Float[Array, "... L L"], prior: Prior) -> Float[Array, "... L L"]:
+    """K^-1 G K^-1 / g_W, transposed like the logits (K is symmetric)."""
+    return sandwich(logits, prior, -1.0) / prior.logit_variance
+
+
+def prior_energy(logits: Float[Array, "... L L"], prior: Prior) -> Float[Array, "..."]:
+    """Half the inner product of the logits with that gradient: the prior is quadratic."""
+    return jnp.sum(logits * prior_gradient(logits, prior), axis=(-2, -1)) / 2
