@@ -30,19 +30,19 @@ import numpy as np
 from arviz_stats.base.array import array_stats
 
 from copyhead.experiment import hamiltonian, langevin, mala
-from copyhead.experiment.cells import STARTS, assemble
+from copyhead.experiment.cells import STARTS, assemble, scattered
 from copyhead.experiment.collapsed import Rung, sizes
 from copyhead.experiment.hamiltonian import HamiltonianSettings
-from copyhead.experiment.langevin import LangevinSettings, output_curvature
+from copyhead.experiment.langevin import LOGIT_STEPS, LangevinSettings, output_curvature
 from copyhead.experiment.observables import yardstick
 from copyhead.experiment.packed import PackedPath
 from copyhead.experiment.path import COMPILATION
+from copyhead.experiment.reference import Algorithm, Library, ReferenceSettings
 from copyhead.experiment.target import Collapsed, Joint, posed
-from copyhead.experiment.umbrella import starts
+from copyhead.model import targets
 from copyhead.model.attention import attention
 from copyhead.model.network import Network
 from copyhead.problem import Problem
-from copyhead.study.run import LOGIT_STEPS
 
 BASELINE = "SGLD on (G, W)"
 
@@ -65,7 +65,7 @@ def own_hmc(problem: Problem, cells: Any, chains: int, leapfrogs: int, draws: in
 
     def run(settings: HamiltonianSettings, seed: int) -> Any:
         keys = np.random.default_rng(seed).integers(0, 2**32, size=(*shape, 2), dtype=np.uint32)
-        begin = starts(problem, shape, seed)
+        begin = scattered(problem, shape, seed).logits.swapaxes(-1, -2)
         trace = hamiltonian.run(begin, data, rung, keys, against, numbers, settings, problem)
         return np.asarray(trace.observables.aG)[0, :, 0]
 
@@ -84,55 +84,27 @@ def on_all_weights(module: Any, problem: Problem, cells: Any, settings: Langevin
     return Sampler(partial(run, settings._replace(draws=1)), partial(run, settings), settings.thin)
 
 
-def _along(position: Any, problem: Problem, target: Any) -> Any:
-    logits = position.logits if isinstance(target, Joint) else position
-    matrix, shift = attention(logits, problem.attention, problem.length), target_of(target)
+def _along(logits: Any, problem: Problem) -> Any:
+    """aG of one network."""
+    matrix, shift = attention(logits, problem.attention, problem.length), jnp.asarray(targets.shift(problem.length))
     on = jnp.sum(shift * matrix) / problem.length
     return on - (jnp.sum(matrix) / problem.length - on) / (problem.length - 1)
 
 
-def target_of(target: Any) -> Any:
-    return jnp.asarray(target.posed.target if hasattr(target, "posed") else target.energy.args[0].target, jnp.float32)
-
-
-def library(problem: Problem, cells: Any, kind: type, algorithm: str, draws: int, leapfrogs: int = 16) -> Sampler:
+def library(problem: Problem, cells: Any, kind: type, algorithm: Algorithm, draws: int, leapfrogs: int = 16) -> Sampler:
     """blackjax; its adaptation runs once, before all rounds."""
-    data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), cells.data)
-    target: Any = kind(posed(problem, data))
-    density = partial(target.log_density, chi=problem.chi)
-    kernel: Any = blackjax.hmc if algorithm == "hmc" else blackjax.nuts
-    fixed = {"num_integration_steps": leapfrogs} if algorithm == "hmc" else {"max_num_doublings": 6}
-    begin = jax.vmap(target.initial)(cells.start)
-    keys = jax.random.split(jax.random.key(0), len(cells.chi))
-
-    @partial(jax.jit, compiler_options=COMPILATION)
-    @jax.vmap
-    def adapt(position: Any, key: Any) -> Any:
-        warmup: Any = blackjax.window_adaptation(kernel, density, **fixed)
-        (state, tuned), _ = warmup.run(key, position, num_steps=200)
-        return state, tuned
-
-    @partial(jax.jit, compiler_options=COMPILATION)
-    @jax.vmap
-    def draw(state: Any, tuned: Any, key: Any) -> Any:
-        step = kernel(density, **{**tuned, **fixed}).step
-
-        def once(state: Any, key: Any) -> Any:
-            state, info = step(key, state)
-            return state, (_along(state.position, problem, target), info.num_integration_steps)
-
-        return jax.lax.scan(once, state, jax.random.split(key, draws))
-
-    state, tuned = jax.block_until_ready(adapt(begin, keys))
-    held = {"state": state}
+    target = kind(posed(problem, jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), cells.data)))
+    found = Library(target, problem.chi, algorithm, ReferenceSettings(200, draws, leapfrogs, 6))
+    tuned = found.adapt(jax.vmap(target.initial)(cells.start), 0)
+    along = jax.jit(jax.vmap(jax.vmap(partial(_along, problem=problem))), compiler_options=COMPILATION)
 
     def whole(seed: int) -> Any:
-        held["state"], (seen, count) = draw(held["state"], tuned, jax.random.split(jax.random.key(seed), len(cells.chi)))
-        held["count"] = float(np.mean(count))
-        return np.asarray(seen)
+        nonlocal tuned
+        tuned, trace = found.draw(tuned, seed)
+        return along(trace.positions.logits if kind is Joint else trace.positions)
 
-    whole(1)
-    return Sampler(lambda seed: None, whole, held["count"])
+    gradients = float(found.draw(tuned, 1)[1].gradients.mean())
+    return Sampler(lambda seed: None, whole, gradients)
 
 
 def library_sgld(problem: Problem, cells: Any, draws: int, thin: int) -> Sampler:
@@ -150,7 +122,7 @@ def library_sgld(problem: Problem, cells: Any, draws: int, thin: int) -> Sampler
 
         def draw(position: Any, key: Any) -> Any:
             position, _ = jax.lax.scan(once, position, jax.random.split(key, thin))
-            return position, _along(position, problem, target)
+            return position, _along(position.logits, problem)
 
         return jax.lax.scan(draw, position, jax.random.split(key, draws))
 

@@ -93,6 +93,14 @@ def many(given: Empirical, count: int) -> Empirical:
     return jax.tree.map(lambda leaf: np.stack([np.asarray(leaf)] * count), given)
 
 
+def copies(position, chains: int, spread: float, seed: int):
+    """`chains` starts around a position, with normal scatter."""
+    random = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf + spread * random.normal(size=(chains, *np.shape(leaf))), leaf.dtype), position
+    )
+
+
 class Law(NamedTuple):
     mean: float
     variance: float
@@ -217,7 +225,7 @@ def test_the_library_samples_the_same_posterior(kind, algorithm):
     target = kind(posed(problem, data(problem)))
     place = target.initial(Positional(np.zeros((2, 2), np.float32), np.zeros((2, 2), np.float32)))
     settings = ReferenceSettings(warmup=300, draws=1000, leapfrogs=8, doublings=5)
-    trace = reference.sample(target, reference.copies(place, 6, 0.3, 0), problem.chi, 1, algorithm, settings)
+    trace = reference.sample(target, copies(place, 6, 0.3, 0), problem.chi, 1, algorithm, settings)
     assert trace.divergent.mean() < 0.01
     for name, draws in measured(trace.positions, target, problem).items():
         agree(draws, *law(problem)[name])
@@ -228,7 +236,7 @@ def test_the_library_samples_tied_logits():
     problem = tiny()
     target = Reduced(posed(problem, data(problem)))
     settings = ReferenceSettings(warmup=300, draws=1000, doublings=5)
-    trace = reference.sample(target, reference.copies(jnp.zeros(2), 6, 0.3, 0), problem.chi, 1, "nuts", settings)
+    trace = reference.sample(target, copies(jnp.zeros(2), 6, 0.3, 0), problem.chi, 1, "nuts", settings)
     edge = np.linspace(-6, 6, 401)
     grid = np.stack(np.meshgrid(edge, edge, indexing="ij"), axis=-1).reshape(-1, 2).astype(np.float32)
     value = jax.jit(jax.vmap(lambda place: target.log_density(place, problem.chi)), compiler_options=QUICK)(grid)
@@ -283,7 +291,7 @@ def test_pinned_logits_leave_the_gaussian_of_the_outputs():
     target = Joint(posed(problem, given))
     place = Positional(np.zeros((2, 2), np.float32), np.zeros((3, 3), np.float32))
     settings = ReferenceSettings(warmup=400, draws=1000, doublings=6)
-    trace = reference.sample(target, reference.copies(place, 6, 5e-3, 0), problem.chi, 2, "nuts", settings)
+    trace = reference.sample(target, copies(place, 6, 5e-3, 0), problem.chi, 2, "nuts", settings)
     output = trace.positions.output
     for row in range(3):
         for column in range(3):

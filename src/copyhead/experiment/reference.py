@@ -7,10 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 import blackjax
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from copyhead.experiment.path import COMPILATION
 from copyhead.experiment.target import Target
 
 Algorithm = Literal["hmc", "nuts"]
@@ -39,39 +39,47 @@ class ReferenceTrace(NamedTuple):
     step: Float[np.ndarray, "chain"]
 
 
+class Library:
+    """Chains of one target at one chi, compiled once: `adapt` from starts, then `draw` as often as wanted."""
+
+    def __init__(self, target: Target, chi: float, algorithm: Algorithm, settings: ReferenceSettings) -> None:
+        density = partial(target.log_density, chi=chi)
+        kernel: Any = blackjax.hmc if algorithm == "hmc" else blackjax.nuts
+        hmc = algorithm == "hmc"
+        fixed = {"num_integration_steps": settings.leapfrogs} if hmc else {"max_num_doublings": settings.doublings}
+        warmup: Any = blackjax.window_adaptation(kernel, density, **fixed)
+
+        def adapt(start: Any, key: Array) -> Any:
+            return warmup.run(key, start, num_steps=settings.warmup)[0]
+
+        def draws(tuned: Any, key: Array) -> tuple[Any, tuple]:
+            step = kernel(density, **{**tuned[1], **fixed}).step
+
+            def draw(state: Any, key: Array) -> tuple[Any, tuple]:
+                state, info = step(key, state)
+                seen = state.position, state.logdensity, info.acceptance_rate, info.num_integration_steps, info.is_divergent
+                return state, seen
+
+            state, seen = jax.lax.scan(draw, tuned[0], jax.random.split(key, settings.draws))
+            return (state, tuned[1]), (*seen, tuned[1]["step_size"])
+
+        self._adapt, self._draws = (jax.jit(jax.vmap(one), compiler_options=COMPILATION) for one in (adapt, draws))
+
+    def adapt(self, starts: Any, seed: int) -> Any:
+        """States with their step sizes and mass matrices, one for each start (leading axis)."""
+        return self._adapt(starts, jax.random.split(jax.random.key(seed), len(jax.tree.leaves(starts)[0])))
+
+    def draw(self, tuned: Any, seed: int) -> tuple[Any, ReferenceTrace]:
+        """The states after `settings.draws` draws, and these."""
+        tuned, found = self._draws(tuned, jax.random.split(jax.random.key(seed), len(jax.tree.leaves(tuned)[0])))
+        positions, *rest = jax.tree.map(np.asarray, found)
+        return tuned, ReferenceTrace(positions, *rest)
+
+
 def sample(
     target: Target, starts: Any, chi: float, seed: int, algorithm: Algorithm, settings: ReferenceSettings
 ) -> ReferenceTrace:
     """One chain from each start (leading axis of `starts`), run side by side."""
-    density = partial(target.log_density, chi=chi)
-    kernel: Any = blackjax.hmc if algorithm == "hmc" else blackjax.nuts
-    fixed = {"num_integration_steps": settings.leapfrogs} if algorithm == "hmc" else {"max_num_doublings": settings.doublings}
-
-    def one(start: Any, key: Array) -> tuple:
-        adapt_key, draw_key = jax.random.split(key)
-        warmup: Any = blackjax.window_adaptation(kernel, density, **fixed)
-        (state, tuned), _ = warmup.run(adapt_key, start, num_steps=settings.warmup)
-        step = kernel(density, **{**tuned, **fixed}).step
-
-        def draw(state: Any, key: Array) -> tuple[Any, tuple]:
-            state, info = step(key, state)
-            seen = state.position, state.logdensity, info.acceptance_rate, info.num_integration_steps, info.is_divergent
-            return state, seen
-
-        _, seen = jax.lax.scan(draw, state, jax.random.split(draw_key, settings.draws))
-        return (*seen, tuned["step_size"])
-
-    count = len(jax.tree.leaves(starts)[0])
-    found = jax.jit(jax.vmap(one))(starts, jax.random.split(jax.random.key(seed), count))
-    positions, *rest = jax.tree.map(np.asarray, found)
-    return ReferenceTrace(positions, *rest)
-
-
-def copies(position: Any, chains: int, spread: float, seed: int) -> Any:
-    """`chains` starts around a position, with normal scatter."""
-    random = np.random.default_rng(seed)
-
-    def around(leaf: Array) -> Array:
-        return jnp.asarray(leaf + spread * random.normal(size=(chains, *np.shape(leaf))), leaf.dtype)
-
-    return jax.tree.map(around, position)
+    library = Library(target, chi, algorithm, settings)
+    # seeds of keys are even for adaptation and odd for draws
+    return library.draw(library.adapt(starts, 2 * seed), 2 * seed + 1)[1]

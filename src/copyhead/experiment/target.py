@@ -6,8 +6,8 @@ step loops of this package (`langevin`, `mala`, `hamiltonian`) have faster forms
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from copyhead.model.layout import Layout
 from copyhead.model.moments import Moments
 from copyhead.model.network import Positional
 from copyhead.model.prior import Prior, prior
-from copyhead.problem import Attention, Problem, ProblemError
+from copyhead.problem import Attention, Problem
 
 
 class Posed(NamedTuple):
@@ -38,33 +38,36 @@ def posed(problem: Problem, moments: Moments) -> Posed:
     """Raises:
     ProblemError: for attention that reads tokens and for separate query and key matrices.
     """
-    if problem.content or problem.head_dimension is not None:
-        reason = "content = True" if problem.content else f"head_dimension = {problem.head_dimension}"
-        raise ProblemError(f"{reason}: targets are known for positional attention with a fused query-key matrix")
+    problem.require_positional("targets are known")
     target = targets.shift(problem.length, cyclic=problem.cyclic)
     return Posed(target, moments, layout.full(problem.length, problem.cyclic), prior(problem), problem.attention)
 
 
-class Target(Protocol):
-    """log_density: up to a constant that does not depend on the position, at a mean-field scale chi. initial: a position to
-    start from, made of those of the network."""
-
-    def log_density(self, position: Any, chi: Float[Array, ""] | float) -> Float[Array, ""]: ...
-    def value_and_gradient(self, position: Any, chi: Float[Array, ""] | float) -> tuple[Float[Array, ""], Any]: ...
-    def initial(self, weights: Positional) -> Any: ...
-
-
-class _Differentiable:
-    def value_and_gradient(self, position: Any, chi: Any) -> tuple[Any, Any]:
-        """log density and its gradient by the position."""
-        return jax.value_and_grad(self.log_density)(position, chi)  # type: ignore[attr-defined]
-
-
-class Joint(_Differentiable):
-    """(G, W), a Positional: log p = -chi E(G, W)."""
+class Target(ABC):
+    """A density of one data set; up to a constant that does not depend on the position, at a mean-field scale chi."""
 
     def __init__(self, posed: Posed) -> None:
-        self.energy = partial(_energy, posed)
+        self.posed = posed
+
+    @abstractmethod
+    def log_density(self, position: Any, chi: Float[Array, ""] | float) -> Float[Array, ""]: ...
+
+    @abstractmethod
+    def initial(self, weights: Positional) -> Any:
+        """The position of a network."""
+
+    def value_and_gradient(self, position: Any, chi: Float[Array, ""] | float) -> tuple[Float[Array, ""], Any]:
+        """log density and its gradient by the position."""
+        return jax.value_and_grad(self.log_density)(position, chi)
+
+    def energy(self, logits: Float[Array, "L L"], output: Float[Array, "V V"]) -> Float[Array, ""]:
+        """E(G, W)."""
+        found = self.posed
+        return energy(logits, output, found.target, found.moments, found.layout, found.prior, found.kind)
+
+
+class Joint(Target):
+    """(G, W), a Positional: log p = -chi E(G, W)."""
 
     def log_density(self, position: Positional, chi: Float[Array, ""] | float) -> Float[Array, ""]:
         return -chi * self.energy(*position)
@@ -73,14 +76,11 @@ class Joint(_Differentiable):
         return Positional(jnp.asarray(weights.logits), jnp.asarray(weights.output))
 
 
-class Collapsed(_Differentiable):
+class Collapsed(Target):
     """G alone, L x L: W integrated out, log p = -chi min_W E(G, W) - (V/2) log det(F/kappa + 1/g_O).
 
     E is quadratic in W, so the integral is Gaussian: its maximum and its width.
     """
-
-    def __init__(self, posed: Posed) -> None:
-        self.posed, self.energy = posed, partial(_energy, posed)
 
     def log_density(self, position: Float[Array, "L L"], chi: Float[Array, ""] | float) -> Float[Array, ""]:
         found, numbers = self.posed, self.posed.prior
@@ -108,8 +108,4 @@ class Reduced(Collapsed):
         return jnp.stack([off, on - off])
 
 
-TARGETS: dict[str, type[Joint] | type[Collapsed]] = {"joint": Joint, "collapsed": Collapsed, "reduced": Reduced}
-
-
-def _energy(posed: Posed, logits: Float[Array, "L L"], output: Float[Array, "V V"]) -> Float[Array, ""]:
-    return energy(logits, output, posed.target, posed.moments, posed.layout, posed.prior, posed.kind)
+TARGETS: dict[str, type[Target]] = {"joint": Joint, "collapsed": Collapsed, "reduced": Reduced}
