@@ -12,12 +12,13 @@ from scipy.stats import t as student
 
 from conftest import QUICK
 from copyhead.experiment import hamiltonian
+from copyhead.experiment.cells import scattered
 from copyhead.experiment.collapsed import Rung, Seen, negative_log_density, sizes
 from copyhead.experiment.free_energy import averaged, log_weights, profile
 from copyhead.experiment.hamiltonian import HamiltonianSettings, State, exchange
 from copyhead.experiment.observables import yardstick
 from copyhead.experiment.packed import PackedPath
-from copyhead.experiment.umbrella import FreeEnergy, climb, free_energy, round_trips, starts
+from copyhead.experiment.umbrella import FreeEnergy, climb, free_energy, round_trips
 from copyhead.model import moments, tokens
 from copyhead.model.network import Network
 from copyhead.problem import Problem
@@ -161,7 +162,7 @@ def test_free_energy_is_that_of_unbiased_chains_where_they_cross():
     rung = Rung(*(np.full(shape, value, np.float32) for value in (problem.chi, 1, 0, 0)))
     keys = random.integers(0, 2**32, size=(*shape, 2), dtype=np.uint32)
     trace = hamiltonian.run(
-        starts(problem, shape, 3),
+        scattered(problem, shape, 3).logits.swapaxes(-1, -2),
         PackedPath(problem).pack(given(problem, sequences)),
         rung,
         keys,

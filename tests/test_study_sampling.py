@@ -35,7 +35,7 @@ def test_both_starts_mix_where_there_is_one_branch(exact):
         ("mala", {"thin": 20}),
         ("sgld", {"thin": 20}),
         ("nuts", {"target": "joint", "draws": 300}),
-        ("blackjax-hmc", {"target": "collapsed", "draws": 300}),
+        ("blackjax-hmc", {"target": "collapsed", "draws": 1500}),
     ],
 )
 def test_every_sampler_agrees_with_the_default_one(exact, sampler, more):

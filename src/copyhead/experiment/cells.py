@@ -11,7 +11,7 @@ from jaxtyping import Float, Int, UInt32
 
 from copyhead.experiment.path import Path
 from copyhead.model import network, targets, tokens
-from copyhead.model.network import Start, Weights
+from copyhead.model.network import Network, Positional, Start, Weights
 from copyhead.problem import Problem
 
 STARTS: tuple[Start, ...] = ("small", "copy")
@@ -82,3 +82,29 @@ def in_chunks(run: Callable[[Cells], Any], cells: Cells, chunk: int) -> Any:
         part = run(jax.tree.map(lambda leaf, index=index: leaf[index], cells))
         parts.append(jax.tree.map(np.asarray, part))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves)[:n], *parts)
+
+
+def scattered(problem: Problem, shape: tuple[int, int, int], seed: int, kinds: tuple[Start, ...] = STARTS) -> Positional:
+    """Positional networks (rung, repeat, data, ...): repeats from each kind of start in turn, with the scatter of the prior."""
+    target = targets.shift(problem.length, cyclic=problem.cyclic)
+    chosen = network.stacked([network.start(Network(), problem, target, kind, seed) for kind in kinds])
+    turn = np.broadcast_to(np.arange(shape[1])[:, None] % len(kinds), shape)
+    begin = jax.tree.map(lambda leaf: np.asarray(leaf)[turn], chosen)
+    random = np.random.default_rng(tokens.stream(seed, "init", 1))
+    spread = (problem.logit_variance / problem.chi) ** 0.5 * problem.position_scale
+    logits = begin.logits + spread * random.normal(size=begin.logits.shape)
+    return Positional(logits.astype(np.float32), begin.output)
+
+
+def around(problem: Problem, data: Any, chains: int, seed: int, use: int, kinds: tuple[Start, ...] = STARTS) -> Cells:
+    """Cells (chain, data), flattened in that order: `chains` on each of the data sets (leading axis), see `scattered`.
+
+    Args:
+        use: tells random streams of one seed apart.
+    """
+    count = len(data.sequences)
+    begin = scattered(problem, (1, chains, count), seed, kinds)
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), begin)
+    keys = tokens.stream(seed, "langevin", use).generate_state(2 * chains * count).reshape(-1, 2)
+    repeated = jax.tree.map(lambda leaf: np.concatenate([np.asarray(leaf)] * chains), data)
+    return Cells(flat, repeated, np.full(chains * count, problem.chi, np.float32), keys, keys)

@@ -22,6 +22,10 @@ from copyhead.experiment.observables import Yardstick, measure
 from copyhead.experiment.path import COMPILATION, Path
 from copyhead.problem import Problem
 
+# eps of the logits: an eighth of what the stiffest logit mode of a copy head allows, some 1.5 / g_W in linear attention and
+# 6 / g_W in softmax at the preset.
+LOGIT_STEPS = {"softmax": 0.03, "linear": 0.1}
+
 
 class LangevinSettings(NamedTuple):
     """step_logits: eps of G, divided by the curvature of its prior where that is above one.

@@ -23,15 +23,16 @@ from scipy.optimize import brentq
 from scipy.stats import ttest_ind
 
 from copyhead.experiment import hamiltonian
-from copyhead.experiment.cells import STARTS
+from copyhead.experiment.cells import STARTS, scattered
 from copyhead.experiment.collapsed import Marks, Rung, Sizes, density_of_marks, order_parameter, sizes
+from copyhead.experiment.diagnostics import NOTHING, Estimate, over_seeds
 from copyhead.experiment.free_energy import Profile, averaged, barrier, log_weights, profile
 from copyhead.experiment.hamiltonian import HamiltonianSettings, Trace
 from copyhead.experiment.observables import yardstick
 from copyhead.experiment.packed import PackedPath
-from copyhead.model import network, targets, tokens
+from copyhead.model import tokens
 from copyhead.model.moments import Empirical
-from copyhead.model.network import Network, Positional, Start
+from copyhead.model.network import Network, Start
 from copyhead.problem import Problem, ProblemError
 
 # Of a window, in units where the action, which is chi L times something, has curvatures of order one: the distance to the next,
@@ -56,15 +57,8 @@ LEAST_BARRIER = 1.0
 Status = Literal["good", "one phase", "depends on the start", "exchange too rare"]
 
 
-class Measurement(NamedTuple):
-    """A mean over repeats with its standard error."""
-
-    mean: float
-    error: float
-
-
 class FreeEnergy(NamedTuple):
-    """The free energy F = -log p of one data set, in nats, from R repeats. Errors: standard errors over repeats.
+    """The free energy F = -log p of one data set, in nats, from R repeats. Estimates: over repeats.
 
     status: "one phase" where there is no barrier; then all below that needs one is nan.
     along: F of the place s. by_aG, by_cG: F of aG and of cG.
@@ -82,36 +76,13 @@ class FreeEnergy(NamedTuple):
     by_cG: Profile
     wells: tuple[float, float]
     top: float
-    heights: tuple[Measurement, Measurement]
-    log_ratio: Measurement
+    heights: tuple[Estimate, Estimate]
+    log_ratio: Estimate
     by_start: tuple[float, float]
-    P_star: Measurement
+    P_star: Estimate
     slope: float
     exchange: float
     round_trips: int
-
-
-NOT_MEASURED = Measurement(math.nan, math.nan)
-
-
-def measurement(values: Float[np.ndarray, "repeat"]) -> Measurement:
-    """nan if any repeat has none."""
-    return Measurement(float(np.mean(values)), float(np.std(values, ddof=1) / math.sqrt(len(values))))
-
-
-def starts(
-    problem: Problem, shape: tuple[int, int, int], seed: int, kinds: tuple[Start, ...] = STARTS
-) -> Float[np.ndarray, "rung repeat data L L"]:
-    """Transposed logits: repeats from each kind of start in turn, with the scatter of the prior."""
-    rungs, repeats, data = shape
-    target = targets.shift(problem.length, cyclic=problem.cyclic)
-    weights = [network.start(Network(), problem, target, start, seed) for start in kinds]
-    logits = np.stack([start.logits for start in weights if isinstance(start, Positional)])
-    chosen = logits[np.arange(repeats) % len(kinds)].swapaxes(-1, -2)[None, :, None]
-    random = np.random.default_rng(tokens.stream(seed, "init", 1))
-    noise = random.normal(size=(rungs, repeats, data, problem.length, problem.length))
-    spread = math.sqrt(problem.logit_variance / problem.chi) * problem.position_scale
-    return (chosen + spread * noise).astype(np.float32)
 
 
 def _keys(shape: tuple[int, int, int], seed: int, use: int) -> Float[np.ndarray, "rung repeat data 2"]:
@@ -188,7 +159,7 @@ def _sampled(
     refuse_beyond_float32(problem, float(np.max(data.sequences)))
     whole = Rung(*(np.broadcast_to(part[:, None, None], shape).astype(np.float32) for part in rung))
     packed, against = PackedPath(problem).pack(data), yardstick(problem, Network(), fresh)
-    begin, keys = starts(problem, shape, seed, kinds), _keys(shape, seed, use)
+    begin, keys = scattered(problem, shape, seed, kinds).logits.swapaxes(-1, -2), _keys(shape, seed, use)
     # chi and P are in the rungs and the data: without them in the static arguments one compilation serves all
     neutral = problem.replace(chi=1.0, sequences=None)
     found = hamiltonian.run(begin, packed, whole, keys, against, sizes(neutral), settings, neutral)
@@ -261,36 +232,30 @@ def free_energy(
     numbers = sizes(problem)
     parts = repeats(trace, rung, data) if parts is None else parts
     edges = _edges(rung, problem)
-
-    def seen(values: list[np.ndarray], edges: np.ndarray) -> Profile:
-        profiles = [profile(value, part.log_weight, edges) for value, part in zip(values, parts, strict=True)]
-        return averaged(edges, np.array(profiles))
-
-    places = [part.marks.place for part in parts]
     ends = [float(end) for end in np.quantile(np.concatenate([part.cG for part in parts]), [0.001, 0.999])]
-    along = seen(places, edges)
+    by_repeat = np.array([profile(part.marks.place, part.log_weight, edges) for part in parts])
+    along = averaged(edges, by_repeat)
+    by_cG = np.linspace(*ends, num=len(edges))
     profiles = (
         along,
-        seen([order_parameter(place, problem) for place in places], order_parameter(edges, problem)),
-        seen([part.cG for part in parts], np.linspace(*ends, num=len(edges))),
+        _by_aG(parts, edges, problem, [part.log_weight for part in parts]),
+        averaged(by_cG, np.array([profile(part.cG, part.log_weight, by_cG) for part in parts])),
     )
     exchange = float(np.nanmin(np.nanmean(trace.exchanged[:-1, :, data], axis=(1, 2))))
     trips = sum(round_trips(trace.walker[:, repeat, data]) for repeat in range(len(parts)))
     found = barrier(along, LEAST_BARRIER)
     if found is None:
-        absent = (math.nan, math.nan), math.nan, (NOT_MEASURED, NOT_MEASURED), NOT_MEASURED, (math.nan, math.nan), NOT_MEASURED
+        absent = (math.nan, math.nan), math.nan, (NOTHING, NOTHING), NOTHING, (math.nan, math.nan), NOTHING
         return FreeEnergy("one phase", sequences, problem.chi, *profiles, *absent, math.nan, exchange, trips)
     top = along.center[found[1]]
-    below, above = (
-        measurement(np.array([_rise(part, edges, found[1], well) for part in parts])) for well in (found[0], found[2])
-    )
+    below, above = (over_seeds(by_repeat[:, found[1]] - by_repeat[:, well]) for well in (found[0], found[2]))
 
     def ratio(log_factor: float, part: Joined) -> float:
         return _log_ratio(part, reweighted(part, math.exp(log_factor), problem.chi, numbers), top)
 
     ratios = np.array([ratio(0.0, part) for part in parts])
     stars = [sequences * math.exp(_root(partial(ratio, part=part))) for part in parts]
-    by_start = [measurement(ratios[start::2]) for start in (0, 1)]
+    by_start = [over_seeds(ratios[start::2]) for start in (0, 1)]
     status: Status = "good"
     if exchange < EXCHANGE_GATE:
         status = "exchange too rare"
@@ -305,19 +270,13 @@ def free_energy(
         (float(aG[found[0]]), float(aG[found[2]])),
         float(aG[found[1]]),
         (below, above),
-        measurement(ratios),
+        over_seeds(ratios),
         (by_start[0].mean, by_start[1].mean),
-        measurement(np.array(stars)),
+        over_seeds(np.array(stars)),
         float(np.mean([(ratio(0.01, part) - ratio(-0.01, part)) / 0.02 for part in parts])),
         exchange,
         trips,
     )
-
-
-def _rise(part: Joined, edges: np.ndarray, top: int, well: int) -> float:
-    """F at the top minus F in a well, of one repeat."""
-    found = profile(part.marks.place, part.log_weight, edges)
-    return float(found[top] - found[well])
 
 
 def _root(function: Callable[[float], float]) -> float:
@@ -328,24 +287,21 @@ def _root(function: Callable[[float], float]) -> float:
     return float(brentq(function, -REACH, REACH, xtol=1e-7))
 
 
-def around(
-    parts: list[Joined], rung: Rung, problem: Problem, factors: tuple[float, ...]
-) -> tuple[Float[np.ndarray, "b"], Float[np.ndarray, "factor b"], Float[np.ndarray, "factor b"]]:
-    """F(aG) at other P, by factors on the P that was sampled: bin centers in aG, F and its error."""
-    numbers = sizes(problem)
-    edges = order_parameter(_edges(rung, problem), problem)
+def around(parts: list[Joined], rung: Rung, problem: Problem, factors: tuple[float, ...]) -> list[Profile]:
+    """F(aG) at other P, by factors on the P that was sampled."""
+    numbers, edges = sizes(problem), _edges(rung, problem)
+    return [
+        _by_aG(parts, edges, problem, [reweighted(part, factor, problem.chi, numbers) for part in parts]) for factor in factors
+    ]
+
+
+def _by_aG(
+    parts: list[Joined], edges: Float[np.ndarray, "b+1"], problem: Problem, log_weights: list[Float[np.ndarray, "draw"]]
+) -> Profile:
+    """F(aG) over bins that are given along s."""
+    along = order_parameter(edges, problem)
     values = [order_parameter(part.marks.place, problem) for part in parts]
-    found = [
-        averaged(
-            edges,
-            np.array([
-                profile(value, reweighted(part, factor, problem.chi, numbers), edges)
-                for value, part in zip(values, parts, strict=True)
-            ]),
-        )
-        for factor in factors
-    ]  # fmt: skip
-    return found[0].center, np.array([one.mean for one in found]), np.array([one.error for one in found])
+    return averaged(along, np.array([profile(*pair, along) for pair in zip(values, log_weights, strict=True)]))
 
 
 def _edges(rung: Rung, problem: Problem) -> Float[np.ndarray, "b+1"]:

@@ -75,7 +75,13 @@ def comparison(rows: Sequence[Compared]) -> Figure:
         ]
         chi = np.array([one.chi for one in own]) * 1.04**number
         label = f"{key[0]}, P = {key[1]:.0f}" + (", copying" if key[2] else "")
-        style = {"fmt": "o-", "ms": 4, "lw": 0.8, "color": colours[number % len(colours)], "label": label}
+        style = {
+            "fmt": "o-" if key[0] == "softmax" else "s--",
+            "ms": 4,
+            "lw": 0.8,
+            "color": colours[number % len(colours)],
+            "label": label,
+        }
         ratios = [one.mean / one.theory for one in own], [one.deviation / one.theory_deviation for one in own]
         errors = [one.error / abs(one.theory) for one in own], [one.deviation_error / one.theory_deviation for one in own]
         for panel, values, error in zip(axes[0], ratios, errors, strict=True):

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 import xarray as xr
+from jaxtyping import Float
 
 from copyhead.experiment.adam import NEVER
+from copyhead.experiment.convergence import summary
 from copyhead.experiment.diagnostics import Estimate, over_chains, over_seeds
 from copyhead.study.spec import Part, Reproduction
 from copyhead.study.store import Store
@@ -99,6 +101,19 @@ def _joined(work: list[Part], store: Store, prefix: str, attention: str) -> Curv
 def kept(data: xr.Dataset) -> xr.Dataset:
     """nan in place of everything that a run that diverged has left behind."""
     return data.where(data.diverged == NEVER).assign(diverged=data.diverged) if "diverged" in data else data
+
+
+# A chain of linear attention has chosen a sector if its mean c1 is this many of its own errors from zero.
+CHOSEN = 5.0
+
+
+def sector(c1: Float[np.ndarray, "chain draw"]) -> Float[np.ndarray, "chain"]:
+    """The sign of each chain of linear attention; (G, W) and its mirror image (-G, -W) are equally good.
+
+    One for a chain that has not chosen: turning such a chain by the sign of its mean would give the mean a bias.
+    """
+    found = [summary(chain[None]) for chain in c1]
+    return np.array([-1.0 if one.mean < -CHOSEN * one.error else 1.0 for one in found])
 
 
 def signed(data: xr.Dataset, attention: str) -> xr.Dataset:

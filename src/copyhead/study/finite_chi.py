@@ -15,17 +15,18 @@ import numpy as np
 from jaxtyping import Float
 
 from copyhead.experiment import langevin, umbrella
-from copyhead.experiment.cells import STARTS, Cells
+from copyhead.experiment.cells import STARTS, around
 from copyhead.experiment.convergence import Verdict, judge, summary
 from copyhead.experiment.hamiltonian import HamiltonianSettings
-from copyhead.experiment.langevin import LangevinSettings, output_curvature
+from copyhead.experiment.langevin import LangevinSettings
 from copyhead.experiment.observables import yardstick
 from copyhead.experiment.packed import PackedPath
-from copyhead.model import moments, network, targets, tokens
+from copyhead.model import moments, tokens
 from copyhead.model.moments import Empirical
-from copyhead.model.network import Network, Positional
+from copyhead.model.network import Network
 from copyhead.problem import Attention, Problem
-from copyhead.study.sampling import sector
+from copyhead.record import plain
+from copyhead.study.curves import sector
 from copyhead.theory.fluctuations import Fluctuations, fluctuations
 from copyhead.theory.precursors import Approach, precursors
 from copyhead.theory.transition import phases
@@ -96,10 +97,10 @@ def compare(
     where = places(problem)
     data = expected(problem, where)
     how = HamiltonianSettings(warmup=settings.warmup, draws=settings.draws, losses=False)
+    found = phases(problem, reach=where)
     for chi in chis:
         report(f"{problem.attention}, chi = {chi:g}")
         here = problem.replace(chi=chi)
-        found = phases(problem, reach=where)
         trace = umbrella.unbiased(here, data, 2 * settings.chains, how, 0).observables
         for index, place in enumerate(where):
             drawn = {name: np.asarray(getattr(trace, name)[0, :, index], float) for name in QUANTITIES}
@@ -137,12 +138,7 @@ def _row(
     deviation_error = float(array_stats.mcse(chains, chain_axis=0, draw_axis=1, method="sd"))
     mean = deviation = math.nan
     if theory is not None:
-        variance = {
-            "c1": theory.covariance[0, 0],
-            "cG": theory.covariance[1, 1],
-            "aG": theory.attention_covariance[1, 1],
-        }[quantity]  # fmt: skip
-        mean, deviation = float(getattr(theory, quantity)), math.sqrt(variance)
+        mean, deviation = float(getattr(theory, quantity)), theory.deviations[quantity]
     return Compared(
         problem.attention,
         chi,
@@ -207,7 +203,7 @@ def _approached(problem: Problem, way: Approach, chosen: np.ndarray, settings: S
     rate, rate_error, slow = _rates(problem, data, way.order_parameter, settings)
     # a run that has gone over to copying has left the branch for good
     left = np.asarray(trace.marks.place[0]).max(axis=(0, 2)) > _between(problem)
-    steps = _steps(problem, where)
+    steps = _steps(problem, data)
     theory = [_theory_rate(problem, place, step) for place, step in zip(where, steps, strict=True)]
     hidden = np.where(left, np.nan, 1.0)
     return Approached(
@@ -233,11 +229,14 @@ def _between(problem: Problem) -> float:
     return float(np.mean([float(minimum.order_parameters.cG) for minimum in found.minima(jump.P)[:2]]))
 
 
-def _steps(problem: Problem, where: list[float]) -> list[tuple[float, float]]:
-    """Steps of G and W that `langevin` takes at each P."""
-    how = LangevinSettings()
-    curvature = np.asarray(output_curvature(np.asarray(where), problem))
-    return [(how.step_logits * min(1.0, problem.logit_variance), how.output_courant / float(value)) for value in curvature]
+def _steps(problem: Problem, data: Empirical) -> list[tuple[float, float]]:
+    """Steps of G and W that `langevin` takes on each data set."""
+    found = langevin.step_sizes(PackedPath(problem), None, np.asarray(data.sequences), _langevin(problem))
+    return [(float(found.logits.bulk), float(bulk)) for bulk in np.asarray(found.output.bulk).ravel()]
+
+
+def _langevin(problem: Problem) -> LangevinSettings:
+    return LangevinSettings(langevin.LOGIT_STEPS[problem.attention])
 
 
 def _theory_rate(problem: Problem, place: float, steps: tuple[float, float]) -> float:
@@ -252,17 +251,9 @@ def _rates(problem: Problem, data: Empirical, quantity: str, settings: Settings)
 
     count, thin, path = settings.chains, 20, PackedPath(problem)
     places, draws = len(np.asarray(data.sequences)), settings.steps // (2 * thin)
-    target = targets.shift(problem.length, cyclic=problem.cyclic)
-    begin = network.start(Network(), problem, target, "small", 0)
-    assert isinstance(begin, Positional)
-    logits = umbrella.starts(problem, (1, count, places), 0, ("small",))[0].swapaxes(-1, -2)
-    output = np.broadcast_to(np.asarray(begin.output), (count, places, *np.shape(begin.output)))
-    flat = Positional(logits.reshape(-1, *logits.shape[2:]), output.reshape(-1, *output.shape[2:]))
-    repeated = jax.tree.map(lambda leaf: np.tile(leaf, (count, *(1,) * (leaf.ndim - 1))), data)
-    keys = tokens.stream(0, "langevin", 4).generate_state(2 * count * places).reshape(-1, 2)
-    chi = np.full(count * places, problem.chi, np.float32)
-    how = LangevinSettings(warmup=settings.steps // 2, draws=draws, thin=thin)
-    found = langevin.sample(Cells(flat, repeated, chi, keys, keys), path, yardstick(problem, Network(), 1), how)
+    cells = around(problem, data, count, 0, 4, ("small",))
+    how = _langevin(problem)._replace(warmup=settings.steps // 2, draws=draws, thin=thin)
+    found = langevin.sample(cells, path, yardstick(problem, Network(), 1), how)
     chains = np.asarray(getattr(found.observables, quantity), float).reshape(count, places, draws)
     ess = np.array([
         [float(array_stats.ess(chains[row, column][None], chain_axis=0, draw_axis=1, method="mean")) for row in range(count)]
@@ -331,14 +322,8 @@ def text(found: FiniteChiStudy) -> str:
 def records(found: FiniteChiStudy) -> dict[str, list[dict[str, object]]]:
     """For JSON: nan as None, arrays as lists."""
 
-    def plain(value: object) -> object:
-        if isinstance(value, np.ndarray):
-            return [plain(one) for one in value.tolist()]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
     def row(one: Compared | Approached) -> dict[str, object]:
-        fields = {name: value for name, value in one._asdict().items() if name != "approach"}
-        return {name: plain(value) for name, value in fields.items()}
+        return plain({name: value for name, value in one._asdict().items() if name != "approach"})
 
     ways = [
         {"place": one.approach.place, "P_of_place": one.approach.P, "order_parameter": one.approach.order_parameter, **row(one)}

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 # Fresh sequences that losses are measured on: through moments any number costs the same, through the sequences it does not.
 FRESH_SEQUENCES, FRESH_CONTENT = 4096, 2048
-# Langevin step of the logits: an eighth of what the stiffest logit mode of a copy head allows, some 1.5 / g_W in linear
-# attention and 6 / g_W in softmax at the preset.
-LOGIT_STEPS = {"softmax": 0.03, "linear": 0.1}
 # Memory for the data and weights of the cells that are assembled at a time.
 GROUP_BYTES = 1.5e9
 
@@ -101,7 +98,7 @@ def _one_start(
 def langevin_cells(problem: Problem, spec: Reproduction, sequences: list[int], seeds: list[int], chi: float) -> xr.Dataset:
     """SGLD from both starts on every (P, data seed), at one chi."""
     from copyhead.experiment.cells import STARTS, assemble
-    from copyhead.experiment.langevin import LangevinSettings, sample
+    from copyhead.experiment.langevin import LOGIT_STEPS, LangevinSettings, sample
     from copyhead.experiment.observables import yardstick
     from copyhead.experiment.path import path
 
@@ -261,9 +258,9 @@ def ladder_cells(problem: Problem, spec: Reproduction, sequences: int, seeds: li
     return xr.Dataset(
         {
             **{name: ("data", values) for name, values in numbers.items()},
-            "free_energy": (("data", "P", "bin"), np.stack([one[1] for one in shown])),
-            "free_energy_error": (("data", "P", "bin"), np.stack([one[2] for one in shown])),
-            "aG": ("bin", shown[0][0]),
+            "free_energy": (("data", "P", "bin"), np.array([[part.mean for part in one] for one in shown])),
+            "free_energy_error": (("data", "P", "bin"), np.array([[part.error for part in one] for one in shown])),
+            "aG": ("bin", shown[0][0].center),
         },
         coords={"data": [-1, *seeds], "P": [sequences * factor for factor in AROUND]},
         attrs={"chi": problem.chi},
@@ -295,6 +292,8 @@ METHODS: dict[str, Callable[..., xr.Dataset]] = {
 
 def execute(part: Part, spec: Reproduction, path: Path) -> float:
     """Runs one part in this process and stores it; the seconds that it took."""
+    from copyhead.experiment.langevin import LOGIT_STEPS
+
     began = time.perf_counter()
     dataset = METHODS[part.method](part.problem, spec, **part.arguments)
     seconds = time.perf_counter() - began

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from copyhead.experiment.convergence import summary
 from copyhead.problem import Problem, ProblemError
-from copyhead.record import Record
+from copyhead.record import Record, plain
+from copyhead.study.curves import ODD, sector
 from copyhead.theory.fluctuations import Fluctuations, fluctuations
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
     from xarray import DataTree
 
     from copyhead.experiment.convergence import Convergence
@@ -30,11 +28,6 @@ TargetName = Literal["joint", "collapsed"]
 
 # Quantities that a verdict is about. Observables that are not drawn are left out.
 JUDGED = ("c1", "cG", "aG", "loss")
-# What changes sign with (G, W) -> (-G, -W) in linear attention.
-ODD = ("c1", "cG", "a1", "aG")
-FRESH_SEQUENCES = 4096
-# Steps of the logits of SGLD and MALA, see study.run.
-LOGIT_STEPS = {"softmax": 0.03, "linear": 0.1}
 
 
 class SamplingSettings(Record):
@@ -81,7 +74,7 @@ class Sampling:
         found = self.convergence
         branches = {name: {key: one._asdict() for key, one in branch.items()} for name, branch in found.branches.items()}
         ladder = self.free_energy
-        return _plain({
+        return plain({
             "problem": self.problem.model_dump(),
             "settings": self.settings.model_dump(),
             "verdict": found.verdict,
@@ -89,7 +82,7 @@ class Sampling:
             "rhat_between_starts": found.between,
             "branches": branches,
             "acceptance": {start: float(value) for start, value in self._acceptance().items()},
-            "theory": [_branch(one) for one in self.theory],
+            "theory": [one.to_dict(self.problem.chi) for one in self.theory],
             "free_energy": None if ladder is None else ladder_dict(ladder),
             "seconds": self.seconds,
         })  # fmt: skip
@@ -121,48 +114,24 @@ class Sampling:
             if one.status == "no minimum":
                 lines.append(f"    a branch without a minimum at this chi (saddle cG {one.saddle[1]:.4f})")
                 continue
-            spread = [math.sqrt(value) for value in (*np.diag(one.covariance), one.attention_covariance[1, 1])]
-            lines.append(
-                f"    weight {one.weight:.3g}: c1 {one.c1:.4f}, {spread[0]:.4f}; cG {one.cG:.4f}, {spread[1]:.4f}; "
-                f"aG {one.aG:.5f}, {spread[2]:.5f} ({one.status})"
-            )
+            means = "; ".join(f"{name} {getattr(one, name):.5f}, {deviation:.5f}" for name, deviation in one.deviations.items())
+            lines.append(f"    weight {one.weight:.3g}: {means} ({one.status})")
         return "\n".join([*lines, *([] if self.free_energy is None else _ladder_lines(self.free_energy))])
 
 
-def _branch(one: Fluctuations) -> dict[str, Any]:
-    return {
-        "status": one.status,
-        "c1": one.c1,
-        "cG": one.cG,
-        "a1": one.a1,
-        "aG": one.aG,
-        "sd_c1": math.sqrt(one.covariance[0, 0]),
-        "sd_cG": math.sqrt(one.covariance[1, 1]),
-        "sd_aG": math.sqrt(one.attention_covariance[1, 1]),
-        "weight": one.weight,
-    }
-
-
 def ladder_dict(found: FreeEnergy) -> dict[str, Any]:
-    """The free energy as plain numbers."""
-    profiles = {
-        name: {key: values.tolist() for key, values in getattr(found, name)._asdict().items()}
-        for name in ("by_aG", "by_cG")
-    }  # fmt: skip
-    measured = {
-        name: getattr(found, name)._asdict() for name in ("log_ratio", "P_star")
-    }  # fmt: skip
+    """The free energy by name."""
+    measured = {name: getattr(found, name)._asdict() for name in ("log_ratio", "P_star", "by_aG", "by_cG")}
     return {
         "status": found.status,
         "wells": found.wells,
         "top": found.top,
         "heights": [one._asdict() for one in found.heights],
-        **measured,
         "log_ratio_by_start": found.by_start,
         "slope": found.slope,
         "least_exchange": found.exchange,
         "round_trips": found.round_trips,
-        **profiles,
+        **measured,
     }
 
 
@@ -178,17 +147,6 @@ def _ladder_lines(found: FreeEnergy) -> list[str]:
             f"    P* = {found.P_star.mean:.3f} +- {found.P_star.error:.3f}",
         ]
     return [*lines, f"    least exchange acceptance {found.exchange:.2f}, {found.round_trips} round trips"]
-
-
-def _plain(value: Any) -> Any:
-    """nan and infinities as None, arrays as lists."""
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple | np.ndarray):
-        return [_plain(one) for one in value]
-    if isinstance(value, float | np.floating):
-        return float(value) if math.isfinite(value) else None
-    return value
 
 
 def check(problem: Problem, settings: SamplingSettings) -> None:
@@ -253,8 +211,10 @@ def sample(
     began = time.perf_counter()
     check(problem, settings)
     data = data_for(problem, settings.seed, settings.population)
+    from copyhead.study import samplers
+
     report("sampling")
-    observed, stats = RUN[settings.sampler](problem, data, settings)
+    observed, stats = samplers.RUN[settings.sampler](problem, data, settings)
     tree = _tree(problem, settings, observed, stats)
     report("diagnostics")
     convergence = _judged(tree)
@@ -317,19 +277,6 @@ def _tree(
     return tree
 
 
-# A chain of linear attention has chosen a sector if its mean c1 is this many of its own errors from zero.
-CHOSEN = 5.0
-
-
-def sector(c1: Float[np.ndarray, "chain draw"]) -> Float[np.ndarray, "chain"]:
-    """The sign of each chain of linear attention; (G, W) and its mirror image (-G, -W) are equally good.
-
-    One for a chain that has not chosen: turning such a chain by the sign of its mean would give the mean a bias.
-    """
-    found = [summary(chain[None]) for chain in c1]
-    return np.array([-1.0 if one.mean < -CHOSEN * one.error else 1.0 for one in found])
-
-
 MEANINGS = {
     "c1": "mean logit off the target",
     "cG": "mean logit on the target minus c1",
@@ -341,99 +288,6 @@ MEANINGS = {
     "lp": "log density of the target, up to a constant",
     "acceptance_rate": "mean probability of accepting a proposal since the draw before",
     "diverging": "whether the energy of a trajectory ran away",
-}
-
-
-def _named(observed: Any, shape: tuple[int, int]) -> dict[str, np.ndarray]:
-    """Observables by name as (chain, draw), without those that were not measured."""
-    found = {name: np.asarray(values, float).reshape(shape) for name, values in observed._asdict().items()}
-    return {name: values for name, values in found.items() if np.isfinite(values).any()}
-
-
-def _hmc(problem: Problem, data: Empirical, settings: SamplingSettings) -> tuple[dict[str, Any], dict[str, Any]]:
-    from copyhead.experiment import umbrella
-    from copyhead.experiment.hamiltonian import HamiltonianSettings
-
-    chosen = HamiltonianSettings(warmup=settings.warmup, draws=settings.draws, thin=settings.spacing)
-    count, fresh = 2 * settings.chains, FRESH_SEQUENCES
-    found = umbrella.unbiased(problem, data, count, chosen, settings.seed, fresh)
-    shape = (count, settings.draws)
-    stats = {"lp": -found.energy.reshape(shape), "acceptance_rate": found.acceptance.reshape(shape)}
-    return _named(found.observables, shape), stats
-
-
-def _langevin(problem: Problem, data: Empirical, settings: SamplingSettings) -> tuple[dict[str, Any], dict[str, Any]]:
-    from copyhead.experiment import langevin, mala, umbrella
-    from copyhead.experiment.adam import NEVER
-    from copyhead.experiment.cells import STARTS, Cells
-    from copyhead.experiment.observables import yardstick
-    from copyhead.experiment.packed import PackedPath
-    from copyhead.model import network, targets, tokens
-    from copyhead.model.network import Network, Positional
-
-    count, path = 2 * settings.chains, PackedPath(problem)
-    target = targets.shift(problem.length, cyclic=problem.cyclic)
-    outputs = [np.asarray(network.start(Network(), problem, target, start, settings.seed).output) for start in STARTS]
-    logits = umbrella.starts(problem, (1, count, 1), settings.seed)[0, :, 0].swapaxes(-1, -2)
-    begin = Positional(logits, np.stack([outputs[chain % 2] for chain in range(count)]))
-    keys = tokens.stream(settings.seed, "langevin", 3).generate_state(2 * count).reshape(count, 2)
-    repeated = type(data)(np.repeat(data.sequences, count, axis=0), np.repeat(data.tensor, count, axis=0))
-    cells = Cells(begin, repeated, np.full(count, problem.chi, np.float32), keys, keys)
-    chosen = langevin.LangevinSettings(
-        LOGIT_STEPS[problem.attention], warmup=settings.warmup * settings.spacing, draws=settings.draws, thin=settings.spacing
-    )
-    against, shape = yardstick(problem, Network(), FRESH_SEQUENCES), (count, settings.draws)
-    if settings.sampler == "mala":
-        adjusted = mala.sample(cells, path, against, chosen)
-        return _named(adjusted.observables, shape), {"acceptance_rate": adjusted.acceptance}
-    found = langevin.sample(cells, path, against, chosen)
-    lost = (np.asarray(found.diverged) != NEVER)[:, None]
-    return _named(found.observables, shape), {"diverging": np.broadcast_to(lost, shape).copy()}
-
-
-def _blackjax(problem: Problem, data: Empirical, settings: SamplingSettings) -> tuple[dict[str, Any], dict[str, Any]]:
-    import jax
-    import jax.numpy as jnp
-
-    from copyhead.experiment import reference, umbrella
-    from copyhead.experiment.cells import STARTS
-    from copyhead.experiment.observables import Observables, measure_all, order_parameters, yardstick
-    from copyhead.experiment.target import TARGETS, posed
-    from copyhead.model import network, targets
-    from copyhead.model.attention import attention
-    from copyhead.model.network import Network, Positional
-
-    one = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data)
-    name = settings.target or "collapsed"
-    chosen = TARGETS[name](posed(problem, one))
-    count = 2 * settings.chains
-    logits = jnp.asarray(umbrella.starts(problem, (1, count, 1), settings.seed)[0, :, 0].swapaxes(-1, -2))
-    target = targets.shift(problem.length, cyclic=problem.cyclic)
-    outputs = [np.asarray(network.start(Network(), problem, target, start, settings.seed).output) for start in STARTS]
-    begin = Positional(logits, jnp.stack([outputs[chain % 2] for chain in range(count)])) if name == "joint" else logits
-    how = reference.ReferenceSettings(settings.warmup, settings.draws * settings.spacing)
-    found = reference.sample(chosen, begin, problem.chi, settings.seed, "nuts" if settings.sampler == "nuts" else "hmc", how)
-    shape = (count, settings.draws)
-    against = yardstick(problem, Network(), FRESH_SEQUENCES)
-    every = settings.spacing
-    flat = jax.tree.map(lambda leaf: jnp.asarray(leaf[:, ::every].reshape(-1, *leaf.shape[2:])), found.positions)
-    if name == "joint":
-        observed = measure_all(flat, against, problem)
-    else:
-        matrix = attention(flat, problem.attention, problem.length)
-        nothing = jnp.full(len(flat), jnp.nan)
-        seen = jax.lax.map(lambda pair: order_parameters(pair[0], pair[1], against), (flat, matrix))
-        observed = Observables(*seen, *[nothing] * 3)
-    stats = {"lp": found.log_density, "acceptance_rate": found.acceptance, "diverging": found.divergent}
-    return _named(observed, shape), {key: np.asarray(value)[:, ::every] for key, value in stats.items()}
-
-
-RUN: dict[str, Callable[..., tuple[dict[str, Any], dict[str, Any]]]] = {
-    "hmc": _hmc,
-    "mala": _langevin,
-    "sgld": _langevin,
-    "nuts": _blackjax,
-    "blackjax-hmc": _blackjax,
 }
 
 
