@@ -96,7 +96,7 @@ def scattered(problem: Problem, shape: tuple[int, int, int], seed: int, kinds: t
     return Positional(logits.astype(np.float32), begin.output)
 
 
-def around(problem: Problem, data: Any, chains: int, seed: int, use: int, kinds: tuple[Start, ...] = STARTS) -> Cells:
+def repeated(problem: Problem, data: Any, chains: int, seed: int, use: int, kinds: tuple[Start, ...] = STARTS) -> Cells:
     """Cells (chain, data), flattened in that order: `chains` on each of the data sets (leading axis), see `scattered`.
 
     Args:
@@ -106,5 +106,5 @@ def around(problem: Problem, data: Any, chains: int, seed: int, use: int, kinds:
     begin = scattered(problem, (1, chains, count), seed, kinds)
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), begin)
     keys = tokens.stream(seed, "langevin", use).generate_state(2 * chains * count).reshape(-1, 2)
-    repeated = jax.tree.map(lambda leaf: np.concatenate([np.asarray(leaf)] * chains), data)
-    return Cells(flat, repeated, np.full(chains * count, problem.chi, np.float32), keys, keys)
+    tiled = jax.tree.map(lambda leaf: np.concatenate([np.asarray(leaf)] * chains), data)
+    return Cells(flat, tiled, np.full(chains * count, problem.chi, np.float32), keys, keys)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from copyhead.experiment import shapes
-from copyhead.experiment.coexistence import Branches, branches, hysteresis, latent_heat, two_branches
+from copyhead.experiment.branches import Branches, branches, hysteresis, latent_heat, two_branches
+from copyhead.experiment.classification import Classification, Quantity
 from copyhead.experiment.shapes import Curve, Fit
 from copyhead.experiment.table import FEWEST, Runs, Table, runs_of
-from copyhead.experiment.verdict import Classification, Quantity
 
 # First-order: two branches this far apart, in units of the scatter around them ...
 SEPARATION = 5.0

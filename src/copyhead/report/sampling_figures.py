@@ -66,13 +66,12 @@ def _power(exponent: float) -> str:
 def comparison(rows: Sequence[Compared]) -> Figure:
     """Sampled mean and standard deviation of cG over those of the theory, against chi, by branch."""
     figure, axes = panels(1, 2, 9.5, 3.8)
-    shown = [one for one in rows if one.quantity == "cG" and np.isfinite(one.theory) and abs(one.theory) > 1e-3]
+    sampled = [one for one in rows if one.quantity == "cG" and one.verdict != "not converged"]
+    shown = [one for one in sampled if np.isfinite(one.theory) and abs(one.theory) > 1e-3]
     keys = list(dict.fromkeys((one.attention, one.P, one.theory > 1) for one in shown))
     colours = (BLUE, GREEN, ORANGE, RED, BLACK, GREY)
     for number, key in enumerate(keys):
-        own = [one for one in shown if (one.attention, one.P, one.theory > 1) == key and one.branch != "small"] or [
-            one for one in shown if (one.attention, one.P, one.theory > 1) == key
-        ]
+        own = [one for one in shown if (one.attention, one.P, one.theory > 1) == key]
         chi = np.array([one.chi for one in own]) * 1.04**number
         label = f"{key[0]}, P = {key[1]:.0f}" + (", copying" if key[2] else "")
         style = {

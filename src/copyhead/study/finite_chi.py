@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from copyhead.experiment import langevin, umbrella
-from copyhead.experiment.cells import STARTS, around
+from copyhead.experiment.cells import STARTS, repeated
 from copyhead.experiment.convergence import Verdict, judge, summary
 from copyhead.experiment.hamiltonian import HamiltonianSettings
 from copyhead.experiment.langevin import LangevinSettings
@@ -251,7 +251,7 @@ def _rates(problem: Problem, data: Empirical, quantity: str, settings: Settings)
 
     count, thin, path = settings.chains, 20, PackedPath(problem)
     places, draws = len(np.asarray(data.sequences)), settings.steps // (2 * thin)
-    cells = around(problem, data, count, 0, 4, ("small",))
+    cells = repeated(problem, data, count, 0, 4, ("small",))
     how = _langevin(problem)._replace(warmup=settings.steps // 2, draws=draws, thin=thin)
     found = langevin.sample(cells, path, yardstick(problem, Network(), 1), how)
     chains = np.asarray(getattr(found.observables, quantity), float).reshape(count, places, draws)

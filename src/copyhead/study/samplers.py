@@ -11,7 +11,7 @@ import numpy as np
 
 from copyhead.experiment import langevin, mala, reference, umbrella
 from copyhead.experiment.adam import NEVER
-from copyhead.experiment.cells import around
+from copyhead.experiment.cells import repeated
 from copyhead.experiment.hamiltonian import HamiltonianSettings
 from copyhead.experiment.observables import Observables, measure_all, order_parameters, yardstick
 from copyhead.experiment.packed import PackedPath
@@ -46,7 +46,7 @@ def collapsed(problem: Problem, data: Empirical, settings: SamplingSettings) -> 
 
 def joint(problem: Problem, data: Empirical, settings: SamplingSettings) -> Draws:
     """SGLD or MALA on (G, W)."""
-    cells, path = around(problem, data, 2 * settings.chains, settings.seed, 3), PackedPath(problem)
+    cells, path = repeated(problem, data, 2 * settings.chains, settings.seed, 3), PackedPath(problem)
     chosen = langevin.LangevinSettings(
         langevin.LOGIT_STEPS[problem.attention],
         warmup=settings.warmup * settings.spacing,
@@ -67,7 +67,7 @@ def library(problem: Problem, data: Empirical, settings: SamplingSettings) -> Dr
     every, shape = settings.spacing, (2 * settings.chains, settings.draws)
     name = settings.target or "collapsed"
     target = TARGETS[name](posed(problem, jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data)))
-    begin = jax.vmap(target.initial)(around(problem, data, shape[0], settings.seed, 3).start)
+    begin = jax.vmap(target.initial)(repeated(problem, data, shape[0], settings.seed, 3).start)
     how = reference.ReferenceSettings(settings.warmup, settings.draws * every)
     algorithm: reference.Algorithm = "nuts" if settings.sampler == "nuts" else "hmc"
     found = reference.sample(target, begin, problem.chi, settings.seed, algorithm, how)

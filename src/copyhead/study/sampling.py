@@ -253,8 +253,10 @@ def _judged(tree: DataTree) -> Convergence:
 def _tree(
     problem: Problem, settings: SamplingSettings, observed: dict[str, np.ndarray], stats: dict[str, np.ndarray]
 ) -> DataTree:
-    """ArviZ data; chains of even number are from the small start, the others from the copying one."""
+    """ArviZ data; chains are from each start in turn."""
     import arviz_base
+
+    from copyhead.experiment.cells import STARTS
 
     count = len(observed["cG"])
     posterior = observed
@@ -267,7 +269,7 @@ def _tree(
         "settings": settings.model_dump_json(),
         "inference_library": "blackjax" if settings.sampler in ("nuts", "blackjax-hmc") else "copyhead",
     }
-    starts = np.where(np.arange(count) % 2 == 0, "small", "copy")
+    starts = np.array(STARTS)[np.arange(count) % len(STARTS)]
     for name in ("posterior", "sample_stats"):
         group = tree[name].dataset.assign_coords(start=("chain", starts))
         for variable, words in MEANINGS.items():

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from copyhead.experiment.classification import Quantity
 from copyhead.experiment.shapes import Fit
 from copyhead.experiment.table import Runs
-from copyhead.experiment.verdict import Quantity
 
 # Between two branches is this part of their gap.
 MIDDLE = 0.25, 0.75
