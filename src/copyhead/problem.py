@@ -62,11 +62,16 @@ class Problem(Record):
         """Noise variance of one scalar output, kappa = scored * sigma^2 (the loss is a mean over positions)."""
         return self.scored * self.noise
 
+    @property
+    def positional(self) -> bool:
+        """Whether attention is by position, with one fused query-key matrix."""
+        return not self.content and self.head_dimension is None
+
     def require_positional(self, what: str) -> None:
         """Raises:
         ProblemError: for attention that reads tokens, or separate query and key matrices; `what` is for neither.
         """
-        if self.content or self.head_dimension is not None:
+        if not self.positional:
             reason = "content = True" if self.content else f"head_dimension = {self.head_dimension}"
             raise ProblemError(f"{reason}: {what} for positional attention with a fused query-key matrix only")
 

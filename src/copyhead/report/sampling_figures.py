@@ -34,7 +34,7 @@ def free_energies(ladder: xr.Dataset) -> Figure:
 
 
 def approaches(found: Sequence[Approached]) -> Figure:
-    """Sampled susceptibility and relaxation rate on the way to each place. Lines: theory; dots: sampling."""
+    """Sampled susceptibility and relaxation rate on the way to each place. Lines: theory; dots: chains that mixed."""
     places = list(dict.fromkeys((one.approach.place, one.approach.order_parameter) for one in found))
     figure, axes = panels(len(places), 2, 9.5, 3.6 * len(places))
     for row, (place, name) in enumerate(places):
@@ -44,8 +44,12 @@ def approaches(found: Sequence[Approached]) -> Figure:
         axes[row, 0].loglog(way.distance, way.susceptibility, color=BLACK, lw=1, label=_power(exponents[0].value))
         for one, colour in zip(own, (BLUE, GREEN, ORANGE, RED), strict=False):
             label, style = f"χ = {one.chi:g}", {"fmt": "o", "ms": 4, "color": colour, "lw": 1}
-            axes[row, 0].errorbar(one.distance, one.susceptibility, one.susceptibility_error, label=label, **style)
-            axes[row, 1].errorbar(one.distance, one.rate, one.rate_error, label=label, **style)
+            mixed = np.array([status == "mixed" for status in one.status])
+            seen = (np.where(mixed, values, np.nan) for values in (one.susceptibility, one.susceptibility_error))
+            axes[row, 0].errorbar(one.distance, *seen, label=label, **style)
+            stayed = np.array([status != "left the branch" for status in one.status])
+            rates = (np.where(stayed, values, np.nan) for values in (one.rate, one.rate_error))
+            axes[row, 1].errorbar(one.distance, *rates, label=label, **style)
             axes[row, 1].plot(one.distance, one.theory_rate, color=colour, lw=0.9)
         quantity = f"${name[0]}_{name[1]}$"
         axes[row, 0].set(ylabel=rf"$\chi$ Var({quantity})", title=f"{quantity} to {place}")

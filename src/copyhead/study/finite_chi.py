@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -158,12 +158,15 @@ def _row(
     )
 
 
+Reached = Literal["mixed", "not converged", "left the branch"]
+
+
 class Approached(NamedTuple):
     """Sampled precursors along an approach of the theory, at one chi. Arrays by place, towards the transition.
 
     susceptibility: chi Var of the order parameter, with error. rate: of relaxation per step of SGLD, from the integrated
-    autocorrelation time (2 / rate for one exponential), with error; theory_rate: by the theory at the same step sizes. Both nan
-    where the chains had left the branch. left: whether they had.
+    autocorrelation time (2 / rate for one exponential), with error, nan from chains that are too short; theory_rate: by the
+    theory at the same step sizes. status: of the chains of the susceptibility; without "mixed" its values are not to be used.
     """
 
     approach: Approach
@@ -175,7 +178,7 @@ class Approached(NamedTuple):
     rate: Float[np.ndarray, "n"]
     rate_error: Float[np.ndarray, "n"]
     theory_rate: Float[np.ndarray, "n"]
-    left: Float[np.ndarray, "n"]
+    status: tuple[Reached, ...]
 
 
 def approach(
@@ -203,20 +206,23 @@ def _approached(problem: Problem, way: Approach, chosen: np.ndarray, settings: S
     rate, rate_error, slow = _rates(problem, data, way.order_parameter, settings)
     # a run that has gone over to copying has left the branch for good
     left = np.asarray(trace.marks.place[0]).max(axis=(0, 2)) > _between(problem)
+    passed = [summary(values[:, index]).passed for index in range(len(where))]
+    status: list[Reached] = [
+        "left the branch" if gone else "mixed" if good else "not converged" for gone, good in zip(left, passed, strict=True)
+    ]
     steps = _steps(problem, data)
     theory = [_theory_rate(problem, place, step) for place, step in zip(where, steps, strict=True)]
-    hidden = np.where(left, np.nan, 1.0)
     return Approached(
         way,
         problem.chi,
         np.array(where),
         way.distance[chosen],
-        variance.mean(axis=1) * hidden,
-        variance.std(axis=1, ddof=1) / math.sqrt(count) * hidden,
-        np.where(slow, np.nan, rate) * hidden,
-        np.where(slow, np.nan, rate_error) * hidden,
-        np.array(theory) * hidden,
-        left,
+        variance.mean(axis=1),
+        variance.std(axis=1, ddof=1) / math.sqrt(count),
+        np.where(slow, np.nan, rate),
+        np.where(slow, np.nan, rate_error),
+        np.array(theory),
+        tuple(status),
     )
 
 
@@ -310,12 +316,12 @@ def text(found: FiniteChiStudy) -> str:
         way = one.approach
         lines.append(
             f"{way.order_parameter} to the {way.place} at P = {way.P:.2f}, chi = {one.chi:g}: distance, chi Var (theory at "
-            "infinite chi), rate per SGLD step (theory at this chi)"
+            "infinite chi), status of its chains, rate per SGLD step (theory at this chi)"
         )
         limit = way.susceptibility[np.isin(way.sequences, one.sequences)]
-        columns = one.distance, one.susceptibility, one.susceptibility_error, limit, one.rate, one.rate_error, one.theory_rate
-        for row in zip(*columns, strict=True):
-            lines.append("  {:.4f}  {:.4f} +- {:.4f} ({:.4f})  {:.5f} +- {:.5f} ({:.5f})".format(*row))
+        seen = one.distance, one.susceptibility, one.susceptibility_error, limit, one.status
+        for row in zip(*seen, one.rate, one.rate_error, one.theory_rate, strict=True):
+            lines.append("  {:.4f}  {:.4f} +- {:.4f} ({:.4f})  {:15s}  {:.5f} +- {:.5f} ({:.5f})".format(*row))
     return "\n".join(lines)
 
 

@@ -114,11 +114,6 @@ def adapts(network: Network, problem: Problem) -> bool:
     )
 
 
-def samples_ladder(problem: Problem) -> bool:
-    """Whether F(aG) can be sampled: attention by position, with one query-key matrix."""
-    return not problem.content and problem.head_dimension is None
-
-
 QUICK: dict[str, Any] = {
     "seeds": 3,
     "adam_steps": 2500,
@@ -256,7 +251,7 @@ def parts(spec: Reproduction) -> list[Part]:
                 bracket = (round(0.6 * window[0]), round(1.5 * window[1]))
                 arguments = {"seeds": list(range(spec.seeds)), "start": start, "bracket": bracket}
                 found.append(Part(f"jump-{attention}-{start}", "jump", problem, arguments, spec.seeds * 30 * spec.adam_steps))
-        if window is not None and samples_ladder(problem):
+        if window is not None and problem.positional:
             place = next(t.P for t in theory.transitions if t.window)
             arguments = {"sequences": round(place), "seeds": list(range(min(spec.ladders, spec.seeds)))}
             cost = (1 + len(arguments["seeds"])) * spec.repeats * (spec.ladder_draws + 300)
