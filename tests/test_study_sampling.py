@@ -91,6 +91,8 @@ def test_data_sets_are_prefixes_and_expected_moments_take_fractions():
         (SMALL, {"target": "joint"}, "target = 'joint': hmc has the collapsed posterior"),
         (SMALL.replace(head_dimension=4), {}, "head_dimension = 4"),
         (SMALL.replace(chi=1e7), {}, "chi = 1e+07: must be <= "),
+        (SMALL.replace(vocab=1000), {}, "vocab = 1000: needs 4e+03 GB, which must be below 1.5 GB"),
+        (SMALL.replace(sequences=1e9, chi=1e-4), {}, "sequences = 1e+09, length = 6"),
     ],
 )
 def test_bad_input_names_field_value_and_range(problem, settings, words):

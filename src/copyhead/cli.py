@@ -190,13 +190,14 @@ def fluctuations(
     chis, ways = (_numbers(name, text) for name, text in (("chi", chi), ("approach", approach)))
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ProblemError(f"out = {str(out)!r}: must be a new or empty folder")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
     with _Progress("sampling", finite_chi.stages(chis, ways)) as advance:
         found = finite_chi.study(problem, chis, ways, report=lambda stage: advance(1))
     if out is not None:
         from copyhead.report.sampling_figures import approaches, comparison
         from copyhead.report.style import save
 
-        out.mkdir(parents=True, exist_ok=True)
         (out / "fluctuations.json").write_text(json.dumps(finite_chi.records(found)), encoding="utf-8")
         save(comparison(found.compared), out / "comparison.png")
         save(approaches(found.approached), out / "precursors.png")

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field
 
+from copyhead.model.network import Network
 from copyhead.problem import Problem, ProblemError
 from copyhead.record import Record, plain
 from copyhead.study.curves import ODD, sector
+from copyhead.study.memory import refuse_too_large
 from copyhead.theory.fluctuations import Fluctuations, fluctuations
 
 if TYPE_CHECKING:
@@ -154,13 +156,15 @@ def check(problem: Problem, settings: SamplingSettings) -> None:
 
     Raises:
         ProblemError: for attention that reads tokens, separate query and key matrices, a P that is no number of sequences,
-            energies beyond float32, or settings that do not go together.
+            energies beyond float32, more memory than there may be, or settings that do not go together.
     """
     from copyhead.experiment.collapsed import sizes
     from copyhead.experiment.umbrella import refuse_beyond_float32
 
     sizes(problem)
-    refuse_beyond_float32(problem, _sequences(problem, settings.population))
+    count = _sequences(problem, settings.population)
+    refuse_beyond_float32(problem, count)
+    refuse_too_large(problem, Network(), 0 if settings.population else count)
     if settings.target is not None and settings.sampler not in ("nuts", "blackjax-hmc"):
         own = "collapsed" if settings.sampler == "hmc" else "joint"
         raise ProblemError(

@@ -221,7 +221,8 @@ def parts(spec: Reproduction) -> list[Part]:
         ProblemError: if the sizes need too much memory, or the theory gives no grid of P.
     """
     for axis in ("vocab", "length"):
-        refuse_too_large(spec.problem.replace(**{axis: plane_axes(spec, axis)[-1]}), spec.network)
+        largest = spec.problem.replace(**{axis: plane_axes(spec, axis)[-1]})
+        refuse_too_large(largest, spec.network, max(spec.grid or (0,)), " (the largest of the loss maps)")
     found: list[Part] = []
     halves = [list(map(int, half)) for half in np.array_split(np.arange(spec.seeds), 2) if len(half)]
     for attention in spec.attentions:
