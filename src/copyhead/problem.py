@@ -7,11 +7,20 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field
+import numpy as np
+from jaxtyping import Float
+from pydantic import Field, model_validator
 
+from copyhead import files
 from copyhead.record import ProblemError, Record
 
 Attention = Literal["softmax", "linear"]
+Unit = Literal["char", "byte", "word"]
+
+_SIZE = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_NUMBER = rf"[+-]?{_SIZE}"
+TOKENS = rf"^(uniform|zipf:{_SIZE}|(counts|markov|corpus):.+)$"
+TARGETS = rf"^(lag:\d+|lags:\d+={_NUMBER}(,\d+={_NUMBER})*|matrix:.+)$"
 
 PRESETS: dict[str, dict[str, Any]] = {
     # The paper's sizes are not public to us; these give all of its quoted numbers at once (docs/theory.md, preset).
@@ -44,18 +53,79 @@ class Problem(Record):
         default=None, ge=1, le=1_000_000, description="d_h, columns of separate query and key matrices (else one fused matrix)"
     )
     sequences: float | None = Field(default=None, gt=0, description="P, number of training sequences")
+    causal: bool = Field(default=False, description="a position attends to itself and those before it; implies cyclic = False")
+    heads: int = Field(default=1, ge=1, le=8, description="H, number of heads, f = sum_h A_h x W_h")
+    tokens: str = Field(
+        default="uniform", pattern=TOKENS, description="uniform, zipf:S, counts:FILE, markov:FILE or corpus:FILE, law of the tokens"
+    )
+    unit: Unit = Field(default="char", description="what a token of corpus:FILE is: char, byte or word")
+    target: str = Field(
+        default="lag:1", pattern=TARGETS, description="lag:K, lags:K=W,... or matrix:FILE, the target operator T"
+    )
+
+    @model_validator(mode="after")
+    def _open_where_causal(self) -> Self:
+        if self.causal and self.cyclic:
+            raise ProblemError("causal = True: needs cyclic = False, since the last positions are hidden from the first")
+        return self
+
+    def replace(self, **overrides: Any) -> Self:
+        """A validated copy with some fields replaced; causal = True brings cyclic = False with it."""
+        if overrides.get("causal") in (True, "true", "True") and "cyclic" not in overrides:
+            overrides["cyclic"] = False
+        return super().replace(**overrides)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:
         """The named parameter set (see PRESETS) with some fields replaced."""
         if name not in PRESETS:
             raise ProblemError(f"preset = {name!r}: must be one of {', '.join(sorted(PRESETS))}")
-        return cls(**{**PRESETS[name], **overrides})
+        return cls(**PRESETS[name]).replace(**overrides)
+
+    @property
+    def lags(self) -> dict[int, float] | None:
+        """Lags of the target with their weights; None for a matrix.
+
+        Raises:
+            ProblemError: for lags that are not below the length, or all of weight zero.
+        """
+        kind, _, rest = self.target.partition(":")
+        if kind == "matrix":
+            return None
+        pairs = [part.partition("=") for part in rest.split(",")]
+        found: dict[int, float] = {}
+        for lag, _, weight in pairs:
+            found[int(lag)] = found.get(int(lag), 0.0) + float(weight or 1)
+        if max(found) >= self.length or not any(found.values()):
+            raise ProblemError(
+                f"target = {self.target!r}: lags must be >= 0 and < length = {self.length}, with a weight that is not zero"
+            )
+        return {lag: weight for lag, weight in sorted(found.items()) if weight}
+
+    @property
+    def target_matrix(self) -> Float[np.ndarray, "L L"]:
+        """T as the file of the target gives it.
+
+        Raises:
+            ProblemError: if it is no L x L table of numbers, is zero, or asks a row for what the causal mask hides.
+        """
+        path = self.target.partition(":")[2]
+        found = files.matrix("target", path)
+        if found.shape != (self.length, self.length):
+            raise ProblemError(f"target file = {path!r}: must be {self.length} x {self.length} (length), is {found.shape}")
+        if not np.any(found):
+            raise ProblemError(f"target file = {path!r}: must not be zero everywhere")
+        if self.causal and np.any(np.triu(found, 1)):
+            raise ProblemError(f"target file = {path!r}: must be zero above the diagonal with causal = True")
+        return found
 
     @property
     def scored(self) -> int:
-        """Number of positions that enter the loss: L, or L - 1 when the task is not cyclic."""
-        return self.length if self.cyclic else self.length - 1
+        """Number of positions that enter the loss: those in which the target is not zero. L in the cyclic copy task."""
+        lags = self.lags
+        if lags is None:
+            return int(np.any(self.target_matrix != 0, axis=1).sum())
+        return self.length if self.cyclic else self.length - min(lags)
 
     @property
     def kappa(self) -> float:
@@ -67,10 +137,27 @@ class Problem(Record):
         """Whether attention is by position, with one fused query-key matrix."""
         return not self.content and self.head_dimension is None
 
+    @property
+    def beyond(self) -> tuple[str, ...]:
+        """What takes the problem beyond the paper's copy task by one head on uniform tokens, as 'field = value'."""
+        fields = ("causal", "heads", "tokens", "target")
+        return tuple(
+            f"{name} = {getattr(self, name)!r}" for name in fields if getattr(self, name) != type(self).model_fields[name].default
+        )
+
+    def require_paper(self, what: str) -> None:
+        """Raises:
+        ProblemError: for a problem beyond the paper's copy task; `what` is for that task only.
+        """
+        if self.beyond:
+            raise ProblemError(f"{', '.join(self.beyond)}: {what} for the copy task without mask, one head and uniform tokens only")
+
     def require_positional(self, what: str) -> None:
         """Raises:
-        ProblemError: for attention that reads tokens, or separate query and key matrices; `what` is for neither.
+        ProblemError: for attention that reads tokens, separate query and key matrices, or a problem beyond the paper's;
+            `what` is for none of them.
         """
+        self.require_paper(what)
         if not self.positional:
             reason = "content = True" if self.content else f"head_dimension = {self.head_dimension}"
             raise ProblemError(f"{reason}: {what} for positional attention with a fused query-key matrix only")

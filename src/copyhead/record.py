@@ -53,6 +53,8 @@ class Record(BaseModel):
             return f"{name}: missing; must be given ({cls.model_fields[name].description})"
         if kind == "extra_forbidden":
             return f"{name}: no such field; fields are {', '.join(cls.model_fields)}"
+        if kind == "value_error" and not item["loc"]:
+            return str(item["ctx"]["error"])
         if kind == "value_error":
             return f"{name} = {item['input']!r}: {item['ctx']['error']}"
         return f"{name} = {item['input']!r}: {cls.allowed_range(name)}"

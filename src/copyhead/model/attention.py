@@ -27,10 +27,10 @@ def attention(
         kind: softmax or linear.
         length: L, the divisor of linear attention.
         columns: multiplicities of the entries in a row (Layout.columns); None means one each. An entry of
-            multiplicity zero is masked.
+            multiplicity zero is masked, and zero.
     """
     if kind == "linear":
-        return logits / length
+        return (logits if columns is None else logits * (columns > 0)) / length
     if columns is None:
         return jax.nn.softmax(logits, axis=-1)
-    return jnp.exp(logits - logsumexp(logits, axis=-1, b=columns, keepdims=True))
+    return jnp.exp(logits - logsumexp(logits, axis=-1, b=columns, keepdims=True)) * (columns > 0)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 
 class Layout(NamedTuple):
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
             return self.row_sums(matrix), self.rows
         if rows != columns:
             raise ValueError(f"layout of shape {matrix.shape}: column sums are known for one row class or the full matrix")
-        return jnp.sum(matrix, axis=0), self.rows
+        return jnp.sum(self.columns * matrix, axis=0), self.rows
 
     def squared_singular_values(self, matrix: Float[Array, "1 2"]) -> tuple[Float[Array, "2"], Float[Array, "2"]]:
         """Eigenvalues of B B^T and how often each occurs, for B = c1 1 1^T + cG T of the copy layout; smooth in B.
@@ -62,6 +62,61 @@ def full(length: int, cyclic: bool = True, dtype: jnp.dtype | None = None) -> La
     ones = jnp.ones(length, dtype)
     scored = ones if cyclic else ones.at[0].set(0)
     return Layout(ones, scored, jnp.ones((length, length), dtype))
+
+
+def masked(target: Float[np.ndarray, "L L"], allowed: Bool[np.ndarray, "L L"]) -> Layout:
+    """Every entry for itself; those that are not allowed occur no times, rows without a target are not scored."""
+    return Layout(np.ones(len(target)), np.any(target != 0, axis=1).astype(float), allowed.astype(float))
+
+
+class Compressed(NamedTuple):
+    """What independent tokens cannot tell apart of a target, stored once (docs/theory.md, section 14).
+
+    The data enter S through the rows of A alone: sum of squares, sum on each value of the target, and total. So rows with equal
+    lists of target values form a class, and in it all entries with the same target value are equal, in whatever columns they
+    are. target: (R, K), values of a row in falling order of size, zero last. row, entry: class of each position, and of each
+    entry, -1 where it is masked or its row is not scored.
+    """
+
+    layout: Layout
+    target: Float[np.ndarray, "R K"]
+    row: Int[np.ndarray, "L"]
+    entry: Int[np.ndarray, "L L"]
+
+    def expand(self, matrix: Float[np.ndarray, "*h R K"]) -> Float[np.ndarray, "*h L L"]:
+        """The full matrix; zero where there is no class."""
+        inside = self.entry >= 0
+        rows = np.broadcast_to(self.row[:, None], self.entry.shape)
+        found = np.zeros((*matrix.shape[:-2], *self.entry.shape))
+        found[..., inside] = np.asarray(matrix)[..., rows[inside], self.entry[inside]]
+        return found
+
+
+def compressed(target: Float[np.ndarray, "L L"], allowed: Bool[np.ndarray, "L L"]) -> Compressed:
+    """Classes of rows and entries of a target for independent tokens; scored rows only."""
+    length = len(target)
+    classes: dict[tuple[tuple[float, int], ...], int] = {}
+    row, entry = np.full(length, -1), np.full((length, length), -1)
+    for a in np.flatnonzero(np.any(target != 0, axis=1)):
+        values, counts = np.unique(target[a, allowed[a]], return_counts=True)
+        order = np.lexsort((-values, -np.abs(values)))
+        key = tuple((float(values[k]), int(counts[k])) for k in order)
+        row[a] = classes.setdefault(key, len(classes))
+        ranks = {float(values[k]): rank for rank, k in enumerate(order)}
+        entry[a, allowed[a]] = [ranks[float(value)] for value in target[a, allowed[a]]]
+    most = max(len(key) for key in classes)
+    number = np.bincount(row[row >= 0], minlength=len(classes)).astype(float)
+    kept = np.zeros((len(classes), most))
+    columns = np.zeros((len(classes), most))
+    for key, index in classes.items():
+        # zero is the last value of every row, also where others have more values
+        places = [most - 1 if value == 0 else place for place, (value, _) in enumerate(key)]
+        kept[index, places] = [value for value, _ in key]
+        columns[index, places] = [count for _, count in key]
+        if key[-1][0] == 0 and len(key) < most:
+            moved = (row == index)[:, None] & (entry == len(key) - 1)
+            entry[moved] = most - 1
+    return Compressed(Layout(number, number, columns), kept, row, entry)
 
 
 def copy(length: float, scored: float) -> Layout:
