@@ -86,9 +86,7 @@ def _matrix(field: str, key: _Key) -> Float[np.ndarray, "r c"]:
         except ValueError:
             raise ProblemError(f"{field} file = {path!r}, line {number}: must be numbers, is {line.strip()[:60]!r}") from None
         if len(rows[-1]) != len(rows[0]):
-            raise ProblemError(
-                f"{field} file = {path!r}, line {number}: must have {len(rows[0])} numbers as the first row, has {len(rows[-1])}"
-            )
+            raise ProblemError(f"{field} file = {path!r}, line {number}: must have {len(rows[0])} numbers, has {len(rows[-1])}")
     if not rows or not np.isfinite(rows).all():
         raise ProblemError(f"{field} file = {path!r}: must be a table of finite numbers")
     return np.array(rows)

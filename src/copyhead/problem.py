@@ -56,7 +56,9 @@ class Problem(Record):
     causal: bool = Field(default=False, description="a position attends to itself and those before it; implies cyclic = False")
     heads: int = Field(default=1, ge=1, le=8, description="H, number of heads, f = sum_h A_h x W_h")
     tokens: str = Field(
-        default="uniform", pattern=TOKENS, description="uniform, zipf:S, counts:FILE, markov:FILE or corpus:FILE, law of the tokens"
+        default="uniform",
+        pattern=TOKENS,
+        description="law of the tokens: uniform, zipf:S, counts:FILE, markov:FILE, corpus:FILE",
     )
     unit: Unit = Field(default="char", description="what a token of corpus:FILE is: char, byte or word")
     target: str = Field(
@@ -140,17 +142,17 @@ class Problem(Record):
     @property
     def beyond(self) -> tuple[str, ...]:
         """What takes the problem beyond the paper's copy task by one head on uniform tokens, as 'field = value'."""
-        fields = ("causal", "heads", "tokens", "target")
-        return tuple(
-            f"{name} = {getattr(self, name)!r}" for name in fields if getattr(self, name) != type(self).model_fields[name].default
-        )
+        plain = {"causal": False, "heads": 1, "tokens": "uniform", "target": "lag:1"}
+        return tuple(f"{name} = {getattr(self, name)!r}" for name, value in plain.items() if getattr(self, name) != value)
 
     def require_paper(self, what: str) -> None:
         """Raises:
         ProblemError: for a problem beyond the paper's copy task; `what` is for that task only.
         """
         if self.beyond:
-            raise ProblemError(f"{', '.join(self.beyond)}: {what} for the copy task without mask, one head and uniform tokens only")
+            raise ProblemError(
+                f"{', '.join(self.beyond)}: {what} for copying by one head without mask, on uniform tokens, only"
+            )
 
     def require_positional(self, what: str) -> None:
         """Raises:
