@@ -160,6 +160,12 @@ class Problem(Record):
             `what` is for none of them.
         """
         self.require_paper(what)
+        self.require_fused_positional(what)
+
+    def require_fused_positional(self, what: str) -> None:
+        """Raises:
+        ProblemError: for attention that reads tokens, or separate query and key matrices; `what` is for neither.
+        """
         if not self.positional:
             reason = "content = True" if self.content else f"head_dimension = {self.head_dimension}"
             raise ProblemError(f"{reason}: {what} for positional attention with a fused query-key matrix only")

@@ -107,3 +107,101 @@ def empirical(tokens: Int[np.ndarray, "P L"], vocab: int) -> Empirical:
     one_hot = (tokens[..., None] == np.arange(vocab)).reshape(sequences, length * vocab).astype(np.float32)
     gram = (one_hot.T @ one_hot).reshape(length, vocab, length, vocab)
     return Empirical(np.float32(sequences), np.ascontiguousarray(gram.transpose(0, 2, 1, 3)))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Independent:
+    """I.i.d. tokens of any law: probability of each kind of token and how many tokens are of that kind; P sequences.
+
+    Uniform tokens are one kind, V of them, so that V is a number. `rows_explained` takes O(k H^3), never V x V.
+    """
+
+    sequences: Float[Array, ""]
+    probability: Float[Array, "k"]
+    multiplicity: Float[Array, "k"]
+
+    def scaled(self, sequences: Float[Array, ""] | float) -> Self:
+        """The same statistics at another P."""
+        return replace(self, sequences=sequences)
+
+    @property
+    def collision(self) -> Float[Array, ""]:
+        """|p|^2, the probability that two tokens agree."""
+        return jnp.sum(self.multiplicity * self.probability**2)
+
+    def target_square(self, target: Float[Array, "R K"], layout: Layout) -> Float[Array, ""]:
+        """Y2 = sum_m |T x^m|^2 over the scored rows."""
+        square = jnp.sum(layout.scored * layout.row_sums(target**2))
+        total = jnp.sum(layout.scored * layout.row_sums(target) ** 2)
+        return self.sequences * ((1 - self.collision) * square + self.collision * total)
+
+    def explained(
+        self,
+        attention: Float[Array, "H R K"],
+        target: Float[Array, "R K"],
+        layout: Layout,
+        ridge: Float[Array, ""],
+    ) -> Float[Array, ""]:
+        """tr N^T (F + ridge)^-1 N, F_hh' = Q(A_h^T A_h') and N_h = Q(A_h^T T), in closed form.
+
+        F = P [t (x) diag p + (s - t) (x) p p^T] and N likewise, with the H x H matrices t = tr A_h^T A_h' and s of the row sums: a
+        matrix H x H for each token, and one of rank H that joins them (Woodbury).
+        """
+        sums, target_sums = layout.row_sums(attention), layout.row_sums(target)
+        weight = layout.scored[:, None] * layout.columns
+        number = self.sequences
+        t = number * jnp.einsum("hrk,rk,grk->hg", attention, weight, attention)
+        m = number * jnp.einsum("hrk,rk,rk->h", attention, weight, target)
+        s = number * jnp.einsum("hr,r,gr->hg", sums, layout.scored, sums)
+        q = number * jnp.einsum("hr,r,r->h", sums, layout.scored, target_sums)
+        p, count = self.probability, self.multiplicity
+        inverse = jnp.linalg.inv(p[:, None, None] * t + ridge * jnp.eye(len(t)))
+        joined = jnp.einsum("k,k,khg->hg", count, p**2, inverse)
+        excess = s - t
+        # (F + ridge)^-1 = D^-1 - D^-1 p coupling p^T D^-1
+        coupling = jnp.linalg.solve(jnp.eye(len(t)) + excess @ joined, excess)
+        own = jnp.einsum("khg,g->kh", inverse, m)
+        column = p[:, None] ** 2 * own + p[:, None] * (joined @ (q - m))
+        diagonal = jnp.sum(count * p**2 * (own @ m)) + 2 * jnp.sum(count * p**3 * (own @ (q - m)))
+        diagonal = diagonal + jnp.sum(count * p**2) * ((q - m) @ joined @ (q - m))
+        return diagonal - jnp.sum(count * jnp.einsum("kh,hg,kg->k", column, coupling, column))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Correlated:
+    """Tokens whose law does not change along the sequence: S_ij depends on j - i only; P sequences.
+
+    pairs: E[x_i x_(i+d)^T]. On a ring (L, V, V), d = 0 .. L - 1 modulo L; open (2 L - 1, V, V), d = 1 - L .. L - 1.
+    """
+
+    sequences: Float[Array, ""]
+    pairs: Float[Array, "D V V"]
+
+    def scaled(self, sequences: Float[Array, ""] | float) -> Self:
+        """The same statistics at another P."""
+        return replace(self, sequences=sequences)
+
+    def contract(self, left: Float[Array, "... L L"], right: Float[Array, "... L L"]) -> Float[Array, "... V V"]:
+        """Q(B) for B = left^T right: the sums of B along its diagonals are all that counts."""
+        length = left.shape[-1]
+        gram = jnp.einsum("...ai,...aj->...ij", left, right)
+        lags = np.arange(length) - np.arange(length)[:, None]
+        # index of the lag j - i, modulo L on a ring
+        index = lags % length if len(self.pairs) == length else lags + length - 1
+        flat = gram.reshape(*gram.shape[:-2], -1)
+        by_lag = jnp.zeros((*flat.shape[:-1], len(self.pairs))).at[..., index.ravel()].add(flat)
+        return self.sequences * jnp.einsum("...d,duv->...uv", by_lag, self.pairs)
+
+    def explained(
+        self, attention: Float[Array, "H L L"], target: Float[Array, "L L"], ridge: Float[Array, ""]
+    ) -> Float[Array, ""]:
+        """tr N^T (F + ridge)^-1 N; rows that are not scored are zero in attention and target."""
+        heads, vocab = len(attention), self.pairs.shape[-1]
+        square = self.contract(attention[:, None], attention[None])
+        square = square.transpose(0, 2, 1, 3).reshape(heads * vocab, heads * vocab)
+        overlap = self.contract(attention, jnp.broadcast_to(target, attention.shape)).reshape(heads * vocab, vocab)
+        factor = jnp.linalg.cholesky(square + ridge * jnp.eye(heads * vocab))
+        half = jax.scipy.linalg.solve_triangular(factor, overlap, lower=True)
+        return jnp.sum(half**2)

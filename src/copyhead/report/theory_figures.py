@@ -51,7 +51,7 @@ def landscapes(softmax: Phases, linear: Phases) -> Figure:
     line = np.linspace(-0.3, 3.0, 300)
     for ratio, colour in ((0.9, BLUE), (1.0, BLACK), (1.15, RED)):
         rest = _others(softmax, ratio * center)
-        entries = row_entries(softmax.system.task)
+        entries = row_entries(softmax.system.task, "softmax")
         mean = [-(entries[1:] @ np.array([c, *rest])) / entries[0] for c in line]  # c1, of which only the prior depends
         values = np.array([_action(softmax, (a, c, *rest), ratio * center) for a, c in zip(mean, line, strict=True)])
         axes[0, 0].plot(line, values - values.min(), color=colour, label=f"P = {ratio * center:.0f}")

@@ -16,8 +16,9 @@ from copyhead.problem import Attention, Problem, ProblemError
 from copyhead.theory.content import ContentTask, content_action, content_task
 from copyhead.theory.order_parameters import lift
 from copyhead.theory.posterior import Task, action
+from copyhead.theory.symmetric import SymmetricTask, at_sequences, dimension, symmetric_action, symmetric_task
 
-CopyTask = Task | ContentTask
+CopyTask = Task | ContentTask | SymmetricTask
 
 
 def copy_task(problem: Problem) -> CopyTask:
@@ -28,7 +29,10 @@ def copy_task(problem: Problem) -> CopyTask:
             of the kernel couples the rows, and positions are no longer equivalent); for content = True see `content_task`.
     """
     if problem.content:
+        problem.require_paper("content = True is known")
         return content_task(problem)
+    if problem.beyond:
+        return symmetric_task(problem)
     if problem.token_scale > 0 and not problem.cyclic:
         raise ProblemError("token_scale > 0: the order-parameter theory needs cyclic = True; use the full matrix instead")
     return Task(
@@ -59,11 +63,18 @@ def at(task: CopyTask, sequences: float | Float[Array, ""]) -> CopyTask:
     """The same task with P sequences."""
     if isinstance(task, ContentTask):
         return task._replace(sequences=sequences)
+    if isinstance(task, SymmetricTask):
+        return at_sequences(task, sequences)
     return task._replace(moments=task.moments.scaled(sequences))
 
 
-def row_entries(task: CopyTask) -> Float[np.ndarray, "d"]:
-    """Expected number of entries of a row of G that hold each order parameter: c1 and cG, with content also cI and cS."""
+def row_entries(task: CopyTask, kind: Attention) -> Float[np.ndarray, "d"]:
+    """Expected number of entries of a row of G that hold each order parameter: c1 and cG, with content also cI and cS.
+
+    Beyond the paper's task only their sum has a meaning: coordinates of equal sign count alike.
+    """
+    if isinstance(task, SymmetricTask):
+        return np.ones(dimension(task, kind))
     length = float(task.prior.length)
     if isinstance(task, ContentTask):
         return np.array([length, 1.0, 1 + (length - 1) / float(task.vocab), 1.0])
@@ -74,4 +85,6 @@ def reduced_action(coordinates: Float[Array, "d"], task: CopyTask, kind: Attenti
     """S at the symmetric logits of the given order parameters (c1, cG)."""
     if isinstance(task, ContentTask):
         return content_action(coordinates, task, kind)
+    if isinstance(task, SymmetricTask):
+        return symmetric_action(coordinates, task, kind)
     return action(lift(coordinates, task.target), task, kind)

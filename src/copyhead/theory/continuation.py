@@ -134,7 +134,7 @@ def switch(system: System, event: Event, lower: float, upper: float) -> Branch |
         None if no other branch is found there.
     """
     soft = event.point.soft
-    soft = soft if system.coordinates(soft) @ row_entries(system.task) >= 0 else -soft
+    soft = soft if system.coordinates(soft) @ row_entries(system.task, system.kind) >= 0 else -soft
     normal = np.append(soft, 0.0)
     offset = 1e-3
     guess = np.append(event.point.z + offset * soft, event.point.log_p)

@@ -18,6 +18,8 @@ from copyhead.model.layout import Layout
 from copyhead.problem import Attention
 from copyhead.theory.content import ContentOrderParameters, ContentTask, content_order_parameters
 from copyhead.theory.posterior import Task, loss_per_token
+from copyhead.theory.symmetric import SymmetricTask, parts
+from copyhead.theory.symmetric import lift as lift_classes
 
 Number = Float[Array, "..."] | float
 
@@ -53,10 +55,14 @@ def project(
     return off, mean(target) - off
 
 
-def order_parameters(coordinates: Float[Array, "d"], task: Task | ContentTask, kind: Attention) -> AnyOrderParameters:
+def order_parameters(coordinates: Float[Array, "d"], task: Task | ContentTask | SymmetricTask, kind: Attention) -> AnyOrderParameters:
     """All order parameters at a point of the symmetric subspace."""
     if isinstance(task, ContentTask):
         return content_order_parameters(coordinates, task, kind)
+    if isinstance(task, SymmetricTask):
+        found = parts(lift_classes(coordinates, task, kind), task, kind)
+        leading = jnp.argmax(found.aG)
+        return OrderParameters(*(values[leading] for values in (found.c1, found.cG, found.a1, found.aG)), found.loss)
     logits = lift(coordinates, task.target)
     matrix = attention(logits, kind, task.prior.length, task.layout.columns)
     off, excess = project(matrix, task.target, task.layout)

@@ -7,7 +7,7 @@ positive.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import jax
@@ -17,12 +17,16 @@ from jaxtyping import Array, Float
 
 from copyhead.problem import Attention
 from copyhead.theory.action import CopyTask, at, reduced_action, row_entries
+from copyhead.theory.descent import descend
+from copyhead.theory.symmetric import SymmetricTask, excess_weights
 
 NEWTON_STEPS = 12
 # The gradient is that of S / unit, of order one; float64 Newton ends near 1e-15 times the cancelled terms of S.
 RESIDUAL_TOLERANCE = 1e-9
 # Systems solved in one call: the time of a call is mostly its fixed cost, so the starts of a search share it.
 BATCH = 5
+# Above this dimension the Hessian costs more than the call: one system at a time.
+LARGEST_BATCHED = 8
 # The kernel works on a handful of numbers: optimising it takes XLA half a second and gains nothing.
 QUICK_COMPILATION = {"xla_backend_optimization_level": 0}
 # ln P that stands for P = 0 where the action is its prior; exp(-700) is above the smallest normal float64.
@@ -89,7 +93,8 @@ def _correct(
         hessian, (value, gradient) = jax.jacfwd(with_values, has_aux=True)(y)
         matrix, residual = hessian.at[-1].set(normal), gradient.at[-1].set(normal @ y - offset)
         # A pitchfork on the branch z = 0 can be hit exactly: the matrix is singular there, and nothing needs to be changed.
-        change = jnp.where(jnp.all(residual == 0), 0.0, _solve_bordered(matrix, residual))
+        solved = _solve_bordered(matrix, residual)
+        change = jnp.where(jnp.all(residual == 0) | ~jnp.all(jnp.isfinite(solved)), 0.0, solved)
         # The last pass evaluates only: a converged point keeps its own Hessian and residual.
         done = jnp.max(jnp.abs(change)) < 1e-13
         return jnp.where(done, y, y - change), matrix, residual, value * unit, change, count + 1
@@ -102,6 +107,13 @@ def _correct(
     start = (vector, jnp.zeros((size, size)), vector, jnp.zeros(()), jnp.full(size, jnp.inf), 0)
     y, matrix, residual, value, *_ = jax.lax.while_loop(going, step, start)
     return y, matrix, residual, value
+
+
+@partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
+def _value_and_gradient(
+    z: Float[Array, "d"], log_p: float, whitening: Float[Array, "d d"], unit: float, task: CopyTask, kind: Attention
+) -> tuple[Float[Array, ""], Float[Array, "d"]]:
+    return jax.value_and_grad(lambda z: reduced_action(whitening @ z, at(task, jnp.exp(log_p)), kind) / unit)(z)
 
 
 @dataclass(frozen=True)
@@ -122,7 +134,7 @@ class System:
         """Whitens the task; `task` holds the moments of one sequence, or any number: P replaces it."""
         with jax.enable_x64(True):
             task = jax.device_put(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), task))
-        dimension = len(row_entries(task))
+        dimension = len(row_entries(task, kind))
         bare = cls(task, kind, np.eye(dimension), 1.0)
         along = np.append(np.zeros(dimension), 1.0)
         no_data = bare._solve(along[None] * LOG_P_ZERO, along[None], np.array([LOG_P_ZERO]))
@@ -132,7 +144,8 @@ class System:
         widths = task.prior.position_scale**2 * task.prior.logit_variance / task.prior.output_variance
         balance = float(widths) ** 0.25
         size = 1.0 if kind == "softmax" else balance
-        norm = root[1, 1] * size
+        # the unit is the cost of a copy entry: of cG, or of the first entry beyond the paper's task
+        norm = (root[0, 0] if isinstance(task, SymmetricTask) else root[1, 1]) * size
         return cls(task, kind, np.linalg.inv(root.T) * norm, norm**2)
 
     @property
@@ -141,19 +154,19 @@ class System:
 
     def _solve(self, vectors: np.ndarray, normals: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, ...]:
         """_correct on BATCH systems at a time: one compilation, and a batch costs hardly more than one system."""
-        count = len(vectors)
-        padded = -(-count // BATCH) * BATCH
+        count, size = len(vectors), BATCH if self.dimension <= LARGEST_BATCHED else 1
+        padded = -(-count // size) * size
         inputs = [np.concatenate([part, np.repeat(part[-1:], padded - count, 0)]) for part in (vectors, normals, offsets)]
         with jax.enable_x64(True):
             batches = [
                 _correct(
-                    *(part[i : i + BATCH] for part in inputs),
+                    *(part[i : i + size] for part in inputs),
                     self.whitening,
                     np.float64(self.unit),
                     self.task,
                     self.kind,
                 )
-                for i in range(0, padded, BATCH)
+                for i in range(0, padded, size)
             ]
             return tuple(np.concatenate(parts)[:count] for parts in zip(*batches, strict=True))
 
@@ -189,6 +202,15 @@ class System:
         offsets = np.full(count, log_p)
         return self.correct(np.column_stack([starts, offsets]), normals, offsets)
 
+    def descend(self, start: np.ndarray, log_p: float) -> np.ndarray:
+        """z of the minimum at P = exp(log_p) in the basin of a start, as well as a descent finds it."""
+
+        def function(z: np.ndarray) -> tuple[float, np.ndarray]:
+            with jax.enable_x64(True):
+                return _value_and_gradient(z, log_p, self.whitening, np.float64(self.unit), self.task, self.kind)
+
+        return descend(function, start, 1e-7).place
+
     def advance(self, point: Point, arclength: float) -> Point:
         """The solution in the plane orthogonal to the tangent of `point`, at a distance."""
         predicted = point.vector + arclength * point.tangent
@@ -198,7 +220,14 @@ class System:
         """Order parameters (c1, cG, ...) of whitened coordinates."""
         return self.whitening @ z
 
+    @cached_property
+    def order(self) -> Float[np.ndarray, "d"]:
+        """cG as a linear function of the coordinates; beyond the paper's task its mean over heads."""
+        if not isinstance(self.task, SymmetricTask):
+            return np.eye(self.dimension)[1]
+        return excess_weights(self.task, self.kind)
+
     def slope(self, point: Point) -> float:
         """d cG / d ln P along the branch."""
         with np.errstate(divide="ignore"):
-            return float((self.whitening @ point.tangent[:-1])[1] / point.tangent[-1])
+            return float(self.order @ self.whitening @ point.tangent[:-1] / point.tangent[-1])

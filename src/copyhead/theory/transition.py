@@ -24,6 +24,7 @@ from copyhead.theory.continuation import Branch, Segment, follow, minimum_on, se
 from copyhead.theory.leading_order import cost_ratio, leading_order
 from copyhead.theory.order_parameters import AnyOrderParameters, order_parameters
 from copyhead.theory.saddle_point import QUICK_COMPILATION, Point, System
+from copyhead.theory.search import search_disconnected
 
 Kind = Literal["first-order", "second-order", "crossover"]
 Verdict = Literal["first-order", "second-order", "crossover", "undetermined"]
@@ -59,6 +60,10 @@ class Minimum(NamedTuple):
 @partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
 def _observe(coordinates: np.ndarray, task: CopyTask, sequences: float, kind: Attention) -> AnyOrderParameters:
     return order_parameters(coordinates, at(task, sequences), kind)
+
+
+# Branches that are followed from pitchforks. A chain of two is known (heads of linear attention); one of more is cut.
+MOST_GROWN = 8
 
 
 def search_range(problem: Problem) -> tuple[float, float]:
@@ -210,7 +215,7 @@ def _slopes(system: System, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
             velocity = 6 * t * (1 - t) * chord + (1 - t) * (1 - 3 * t) * ends[0] + t * (3 * t - 2) * ends[1]
             position = t * t * (3 - 2 * t) * chord + t * (1 - t) ** 2 * ends[0] - t * t * (1 - t) * ends[1]
             log_ps.append(left.log_p + position[-1])
-            slopes.append(system.coordinates(velocity[:-1])[1] / velocity[-1])
+            slopes.append(system.order @ system.coordinates(velocity[:-1]) / velocity[-1])
     return np.array(log_ps), np.array(slopes)
 
 
@@ -231,13 +236,14 @@ def phases(problem: Problem, task: CopyTask | None = None, reach: Iterable[float
     first = system.at_fixed_p(np.zeros((1, system.dimension)), lower)[0]
     branches = [follow(system, first, lower, upper)]
     pieces = segments(branches[0])
-    for event in branches[0].events:
-        if event.kind == "pitchfork":
-            grown = switch(system, event, lower, upper)
-            if grown is not None:
-                branches.append(grown)
-                pieces += segments(grown, event)
-    _search_disconnected(system, branches, pieces, lower, upper)
+    for branch in branches:  # grows: a branch that leaves a pitchfork may have one of its own
+        for event in branch.events:
+            if event.kind == "pitchfork" and len(branches) <= MOST_GROWN:
+                grown = switch(system, event, lower, upper)
+                if grown is not None:
+                    branches.append(grown)
+                    pieces += segments(grown, event)
+    search_disconnected(system, branches, pieces, lower, upper)
     complete = first.converged and all(branch.complete for branch in branches)
     return Phases(system, tuple(pieces), lower, upper, complete and _covered(pieces, lower, upper))
 
@@ -250,50 +256,3 @@ def _covered(pieces: list[Segment], lower: float, upper: float) -> bool:
             return False
         reached = max(reached, piece.upper)
     return reached >= upper - 1e-9
-
-
-def _search_disconnected(system: System, branches: list[Branch], pieces: list[Segment], lower: float, upper: float) -> None:
-    """Adds to `branches` and `pieces` the minima that Newton finds from a grid of starts and that no piece explains."""
-    reach = 1.5 * np.max(np.abs([point.z for branch in branches for point in branch.points]), axis=0)
-    events = sorted(event.point.log_p for branch in branches for event in branch.events) or [(lower + upper) / 2]
-    between = [(first + second) / 2 for first, second in pairwise(events)]
-    beyond = np.arange(events[-1] + 1, upper, 3.0)  # a branch may be born at a fold far above the last event known
-    wanted = [events[0] - 1, *(place + 0.01 for place in events), *between, *beyond]
-    places = [place for place in wanted if lower < place < upper]
-    # Softmax does not depend on the first coordinate (the mean of a row); linear attention is odd, so half a plane will do.
-    linear = system.kind == "linear"
-    nodes = product((-0.5, 0, 0.5), (0.5, 1)) if linear else product((0,), (-1, -0.3, 0.2, 0.6, 1))
-    grid = np.array([(*node, *(0,) * (system.dimension - 2)) for node in nodes])
-    grid, mirrored = grid * reach, (1, -1) if linear else (1,)
-    for log_p in places:
-        known = [other.z for piece in pieces if (other := minimum_on(system, piece, log_p)) is not None]
-        # The row sums of A can also have the other sign than the copy entries: start there from the minima that are known.
-        opposite = [np.append(factor * z[:1], z[1:]) for z in known if linear for factor in (-1.0, -0.6)]
-        for point in system.at_fixed_p(np.array([*grid, *opposite]), log_p):
-            if not point.converged or point.lowest <= 0 or _is_known(point.z, known, mirrored):
-                continue
-            if linear and system.coordinates(point.z)[1] < 0:
-                point = _mirrored(point)
-            pieces += _both_ways(system, point, branches, lower, upper)
-            known.append(point.z)
-
-
-def _is_known(z: np.ndarray, known: list[np.ndarray], mirrored: tuple[int, ...]) -> bool:
-    # two minima as close as this have a saddle between them within a relative 1e-12 of their action: not resolvable
-    return any(np.allclose(sign * z, other, atol=1e-4, rtol=1e-4) for other in known for sign in mirrored)
-
-
-def _mirrored(point: Point) -> Point:
-    """The same minimum in the other sector of linear attention, (-c1, -cG)."""
-    turned = np.append(-point.tangent[:-1], point.tangent[-1])
-    return point._replace(z=-point.z, tangent=turned, soft=-point.soft)
-
-
-def _both_ways(system: System, point: Point, branches: list[Branch], lower: float, upper: float) -> list[Segment]:
-    """Follows the branch through `point` in both directions and adds it to `branches`; its stable pieces."""
-    back = follow(system, point._replace(tangent=-point.tangent), lower, upper)
-    ahead = follow(system, point, lower, upper)
-    turned = [other._replace(tangent=-other.tangent) for other in reversed(back.points[1:])]
-    whole = Branch((*turned, *ahead.points), (*reversed(back.events), *ahead.events), back.complete and ahead.complete)
-    branches.append(whole)
-    return segments(whole)

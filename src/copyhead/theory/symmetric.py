@@ -1,0 +1,264 @@
+"""Symmetric subspaces beyond the paper's task: masks, heads, other targets and token laws (docs/theory.md, section 14).
+
+Independent tokens leave one number for each class of entries of `layout.compressed`; correlated tokens on a ring, with a target
+of lags, leave one for each lag. Every head has its own. In softmax attention the mean logit of a row is a gauge whose best
+value is zero, so that a class less is free.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from copyhead.model import layout, targets
+from copyhead.model.attention import attention
+from copyhead.model.layout import Layout
+from copyhead.model.moments import Correlated, Independent
+from copyhead.model.prior import Prior, logit_energy, prior
+from copyhead.problem import Attention, Problem, ProblemError
+
+
+# Stands for nothing where a sum of weights may be empty; what is divided by it is zero.
+_TINY = 1e-300
+
+
+class SymmetricTask(NamedTuple):
+    """A task and the subspace in which its stationary points are sought. Coordinates: head, row class, entry class.
+
+    heads: (H,) ones. classes: multiplicities of the classes. index: class of each of the L x L entries where data need the full
+    matrix, else None. target, layout: of the classes, or with an index of the full matrix.
+    """
+
+    heads: Float[Array, "H"]
+    classes: Layout
+    index: Int[Array, "L L"] | None
+    target: Float[Array, "R K"]
+    layout: Layout
+    moments: Independent | Correlated
+    prior: Prior
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Heads, row classes, entry classes."""
+        return len(self.heads), *self.classes.columns.shape
+
+
+def symmetric_task(problem: Problem) -> SymmetricTask:
+    """The task at P = 1.
+
+    Raises:
+        ProblemError: where no symmetric subspace is known.
+    """
+    problem.require_fused_positional("masks, heads, other targets and token laws are known")
+    target, mask = targets.operator(problem), targets.allowed(problem)
+    classes = layout.compressed(target, mask)
+    if problem.token_scale > 0 and len(classes.layout.rows) > 1:
+        raise ProblemError(f"token_scale = {problem.token_scale:g}: must be 0 where rows of the target differ")
+    p, count = np.full(1, 1 / problem.vocab), np.full(1, float(problem.vocab))
+    moments = Independent(np.float64(1), p, count)
+    return SymmetricTask(
+        np.ones(problem.heads), classes.layout, None, classes.target, classes.layout, moments, prior(problem)
+    )
+
+
+def at_sequences(task: SymmetricTask, sequences: float | Float[Array, ""]) -> SymmetricTask:
+    """The same task with P sequences."""
+    return task._replace(moments=task.moments.scaled(sequences))
+
+
+def _free(task: SymmetricTask) -> Int[np.ndarray, "d"]:
+    """Places of the coordinates of linear attention among all entries by class.
+
+    G_h (x) W_h, summed over heads, and both priors do not change if the heads are rotated into one another: in head h the first h
+    entries are rotated to zero, or every minimum would have flat directions.
+    """
+    heads, rows, entries = task.shape
+    inside = np.arange(rows * entries) >= np.arange(heads)[:, None]
+    return np.flatnonzero(inside)
+
+
+def dimension(task: SymmetricTask, kind: Attention) -> int:
+    """Number of coordinates."""
+    heads, rows, entries = task.shape
+    return len(_free(task)) if kind == "linear" else heads * rows * (entries - 1)
+
+
+def class_logits(coordinates: Float[Array, "d"], task: SymmetricTask, kind: Attention) -> Float[Array, "H R K"]:
+    """Logits by class. Those of softmax are given over the last class of a row, and the mean of the row is zero."""
+    heads, rows, entries = task.shape
+    if kind == "linear":
+        return jnp.zeros(heads * rows * entries).at[_free(task)].set(coordinates).reshape(task.shape)
+    over = coordinates.reshape(heads, rows, entries - 1)
+    excess = jnp.concatenate([over, jnp.zeros((heads, rows, 1))], axis=-1)
+    return excess - (task.classes.row_sums(excess) / jnp.sum(task.classes.columns, axis=-1))[..., None]
+
+
+def lift(coordinates: Float[Array, "d"], task: SymmetricTask, kind: Attention) -> Float[Array, "H R K"]:
+    """Logits in the layout of the task."""
+    found = class_logits(coordinates, task, kind)
+    return found if task.index is None else found[:, 0, task.index]
+
+
+def coordinates_of(logits: Float[np.ndarray, "H R K"], task: SymmetricTask, kind: Attention) -> Float[np.ndarray, "d"]:
+    """Inverse of `class_logits`, up to the mean of a row of softmax, and a rotation of the heads of linear attention."""
+    if kind == "softmax":
+        return np.ravel(logits[..., :-1] - logits[..., -1:])
+    upper = np.linalg.qr(logits.reshape(len(logits), -1), mode="complete")[1]
+    return np.ravel(upper)[_free(task)]
+
+
+def starts(task: SymmetricTask, kind: Attention) -> Float[np.ndarray, "n d"]:
+    """Coordinates from which a search for minima starts.
+
+    Some heads copy and the others do nothing; they copy in all rows or in short ones only, all classes of the target or one.
+    Linear attention also pools, with either sign.
+    """
+    heads, rows, entries = task.shape
+    columns = np.asarray(task.classes.columns)
+    length = columns.sum(axis=-1)
+    shape = class_target(task)
+    shape = shape / np.abs(shape).max()
+    wanted = [shape] + [shape * (np.arange(entries) == k) for k in range(entries) if np.any(shape[:, k]) and entries > 2]
+    if rows > 1:
+        wanted += [shape * (length <= np.quantile(length, part))[:, None] for part in (0.25, 0.5, 0.75)]
+    if kind == "softmax":
+        patterns = [size * np.log(length)[:, None] * one for one in wanted for size in (0.7, 1.2, -0.5)]
+    else:
+        widths = task.prior.position_scale**2 * task.prior.logit_variance / task.prior.output_variance
+        # G and W share the product L that copying asks for so that their costs are equal: L cG^2 / g_W = V (L / cG)^2 / g_O
+        size = (float(task.prior.length) * _vocab(task) * float(widths)) ** 0.25
+        level = np.ones((rows, entries)) / np.sqrt(length)[:, None]
+        patterns = [size * (copying * one + pooling * level) for one in wanted for copying, pooling in _LINEAR]
+        patterns += [0.3 * size * level]
+    nothing = [np.zeros((rows, entries))]
+    if kind == "softmax":
+        heads_of = [[pattern] * k + nothing * (heads - k) for pattern in patterns for k in range(1, heads + 1)]
+    else:  # heads that do the same can be rotated into one
+        heads_of = [[pattern, *nothing * (heads - 1)] for pattern in patterns]
+        if heads > 1:
+            heads_of += [[size * one, sign * size * level, *nothing * (heads - 2)] for one in wanted for sign in (1, -1)]
+    return np.array([coordinates_of(np.stack(one), task, kind) for one in [nothing * heads, *heads_of]])
+
+
+def _vocab(task: SymmetricTask) -> float:
+    if isinstance(task.moments, Independent):
+        return float(np.sum(np.asarray(task.moments.multiplicity)))
+    return float(task.moments.pairs.shape[-1])
+
+
+def class_target(task: SymmetricTask) -> Float[np.ndarray, "R K"]:
+    """T by class."""
+    target = np.asarray(task.target)
+    if task.index is None:
+        return target
+    found = np.zeros(task.classes.columns.shape)
+    found[0, np.asarray(task.index)] = target
+    return found
+
+
+# Copying and pooling parts of the starts for linear attention, whose rows may also have the other sign than the copy entries.
+_LINEAR = ((1.0, 0.0), (1.0, 0.3), (0.5, -1.0), (1.0, -0.5))
+
+
+def canonical(coordinates: Float[np.ndarray, "d"], task: SymmetricTask, kind: Attention) -> Float[np.ndarray, "d"]:
+    """One of the equivalent points: heads of softmax in falling order of cG; each head of linear attention with the sign in
+    which its first entry is positive.
+    """
+    if kind == "softmax":
+        blocks = np.asarray(coordinates).reshape(len(task.heads), -1)
+        order = np.argsort(-(blocks @ excess_weights(task, kind)[: blocks.shape[1]]), kind="stable")
+        return np.concatenate(blocks[order])
+    free = _free(task)
+    head = free // (task.shape[1] * task.shape[2])
+    first = np.array([coordinates[np.flatnonzero(head == h)[0]] if np.any(head == h) else 1.0 for h in range(len(task.heads))])
+    return coordinates * np.where(first < 0, -1.0, 1.0)[head]
+
+
+def excess_weights(task: SymmetricTask, kind: Attention) -> Float[np.ndarray, "d"]:
+    """The cG of the first head, for softmax the mean over heads, as a linear function of the coordinates."""
+    with jax.enable_x64(True):
+        return np.asarray(jax.grad(_excess)(np.zeros(dimension(task, kind)), task, kind))
+
+
+def _attended(logits: Float[Array, "H R K"], task: SymmetricTask, kind: Attention) -> Float[Array, "H R K"]:
+    return attention(logits, kind, task.prior.length, task.layout.columns) * (task.layout.scored > 0)[:, None]
+
+
+def _explained(matrices: Float[Array, "H R K"], task: SymmetricTask, ridge: Float[Array, ""]) -> Float[Array, ""]:
+    if isinstance(task.moments, Independent):
+        return task.moments.explained(matrices, task.target, task.layout, ridge)
+    return task.moments.explained(matrices, task.target, ridge)
+
+
+def symmetric_action(coordinates: Float[Array, "d"], task: SymmetricTask, kind: Attention) -> Float[Array, ""]:
+    """S = prior + [Y2 - tr N^T (F + kappa / g_O)^-1 N] / (2 kappa); prior of every head.
+
+    Entries that a row class does not have get the prior of one entry, so that they stay at zero.
+    """
+    found = class_logits(coordinates, task, kind)
+    missing = jnp.sum(jnp.where(task.classes.columns > 0, 0.0, found) ** 2) / (2 * task.prior.logit_variance)
+    logits = found if task.index is None else found[:, 0, task.index]
+    return action_of(logits, task, kind) + missing
+
+
+def action_of(logits: Float[Array, "H R K"], task: SymmetricTask, kind: Attention) -> Float[Array, ""]:
+    """S of logits in the layout of the task."""
+    explained = _explained(_attended(logits, task, kind), task, task.prior.ridge)
+    return _cost(logits, task) + (task.moments.target_square(task.target, task.layout) - explained) / (2 * task.prior.kappa)
+
+
+def _cost(logits: Float[Array, "H R K"], task: SymmetricTask) -> Float[Array, ""]:
+    """Logit energy of all heads; classes of rows that differ are admitted only where the prior does not join them."""
+    if len(task.layout.rows) > 1 and task.index is None:
+        norm = jnp.sum(task.layout.rows * task.layout.row_sums(logits**2))
+        return norm / (2 * task.prior.position_scale**2 * task.prior.logit_variance)
+    return jnp.sum(jax.vmap(lambda one: logit_energy(one, task.layout, task.prior))(logits))
+
+
+class Parts(NamedTuple):
+    """What is read off logits. Each by head. c1, cG: mean off the target, and coefficient of T above it; a1, aG likewise.
+
+    rows: cG by row class. classes: mean attention of each entry class, over the scored rows that have it. loss: per token.
+    """
+
+    c1: Float[Array, "H"]
+    cG: Float[Array, "H"]
+    a1: Float[Array, "H"]
+    aG: Float[Array, "H"]
+    rows: Float[Array, "H R"]
+    classes: Float[Array, "H K"]
+    loss: Float[Array, ""]
+
+
+def _coefficient(matrix: Array, weight: Array, target: Array) -> tuple[Array, Array]:
+    """Mean off the target, and least-squares coefficient of the target in what is above it."""
+    outside = weight * (target == 0)
+    off = jnp.sum(outside * matrix) / jnp.maximum(jnp.sum(outside), _TINY)
+    return off, jnp.sum(weight * target * (matrix - off)) / jnp.maximum(jnp.sum(weight * target**2), _TINY)
+
+
+def _excess(coordinates: Float[Array, "d"], task: SymmetricTask, kind: Attention) -> Float[Array, ""]:
+    weight = task.layout.scored[:, None] * task.layout.columns
+    by_head = jax.vmap(lambda one: _coefficient(one, weight, task.target)[1])(lift(coordinates, task, kind))
+    return by_head[0] if kind == "linear" else jnp.mean(by_head)
+
+
+def parts(logits: Float[Array, "H R K"], task: SymmetricTask, kind: Attention) -> Parts:
+    """Order parameters by head, row and class of logits in the layout of the task."""
+    matrices = _attended(logits, task, kind)
+    weight = task.layout.scored[:, None] * task.layout.columns
+    c1, cG = jax.vmap(lambda one: _coefficient(one, weight, task.target))(logits)
+    off, aG = jax.vmap(lambda one: _coefficient(one, weight, task.target))(matrices)
+    eye = jnp.eye(len(weight))
+    rows = jax.vmap(lambda one: jax.vmap(lambda row: _coefficient(one, weight * row[:, None], task.target)[1])(eye))(logits)
+    classes = jnp.sum(weight * matrices, axis=1) / jnp.maximum(jnp.sum(weight, axis=0), _TINY)
+    number = task.moments.sequences * jnp.sum(task.layout.scored)
+    ridge = jnp.asarray(task.prior.ridge)
+    explained, slope = jax.value_and_grad(lambda r: _explained(matrices, task, r))(ridge)
+    # the derivative by the ridge is -|W|^2
+    loss = (task.moments.target_square(task.target, task.layout) - explained + ridge * slope) / number
+    return Parts(c1, cG, task.prior.length * off, aG, rows, classes, loss)
