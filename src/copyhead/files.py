@@ -46,7 +46,12 @@ def _content(field: str, key: _Key) -> bytes:
 
 def digest(field: str, path: str) -> str:
     """A name of the content of a file, equal only for equal contents."""
-    return hashlib.sha256(content(field, path)).hexdigest()
+    return _digest(field, _key(field, path))
+
+
+@lru_cache(maxsize=64)
+def _digest(field: str, key: _Key) -> str:
+    return hashlib.sha256(_content(field, key)).hexdigest()
 
 
 def text(field: str, path: str) -> str:
