@@ -62,8 +62,8 @@ def test_a_missing_field_is_named(field):
 
 def test_an_unknown_field_is_named_with_the_fields_there_are():
     with pytest.raises(ProblemError) as caught:
-        Problem(**PAPER, heads=2)
-    assert str(caught.value) == f"heads: no such field; fields are {', '.join(Problem.model_fields)}"
+        Problem(**PAPER, layers=2)
+    assert str(caught.value) == f"layers: no such field; fields are {', '.join(Problem.model_fields)}"
 
 
 def test_every_bad_field_is_named_at_once():

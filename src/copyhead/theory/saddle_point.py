@@ -109,6 +109,11 @@ def _correct(
     return y, matrix, residual, value
 
 
+def _in_double(leaf: Array) -> np.ndarray:
+    found = np.asarray(leaf)
+    return found if np.issubdtype(found.dtype, np.integer) else found.astype(np.float64)
+
+
 @partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
 def _value_and_gradient(
     z: Float[Array, "d"], log_p: float, whitening: Float[Array, "d d"], unit: float, task: CopyTask, kind: Attention
@@ -133,7 +138,7 @@ class System:
     def of(cls, task: CopyTask, kind: Attention) -> System:
         """Whitens the task; `task` holds the moments of one sequence, or any number: P replaces it."""
         with jax.enable_x64(True):
-            task = jax.device_put(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), task))
+            task = jax.device_put(jax.tree.map(_in_double, task))
         dimension = len(row_entries(task, kind))
         bare = cls(task, kind, np.eye(dimension), 1.0)
         along = np.append(np.zeros(dimension), 1.0)

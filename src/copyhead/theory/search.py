@@ -52,9 +52,9 @@ def _search_symmetric(
     places = [*np.linspace(lower, upper, PLACES + 2)[1:-1], *(place + sign * 0.02 for place in events for sign in (-1, 1))]
     _keep_one_of_each(system, task, pieces)
     for log_p in sorted(place for place in places if lower < place < upper):
-        known = [canonical(other.z, task, system.kind) for piece in pieces if (other := minimum_on(system, piece, log_p))]
+        known = [canonical(other.z, system.order, task, system.kind) for piece in pieces if (other := minimum_on(system, piece, log_p))]
         for start in begin:
-            place = canonical(system.descend(start, log_p), task, system.kind)
+            place = canonical(system.descend(start, log_p), system.order, task, system.kind)
             if _is_known(place, known, (1,), 1e-2):
                 continue
             (point,) = system.at_fixed_p(place[None], log_p)
@@ -62,7 +62,7 @@ def _search_symmetric(
                 continue
             pieces += _both_ways(system, point, branches, lower, upper)
             _keep_one_of_each(system, task, pieces)
-            known.append(canonical(point.z, task, system.kind))
+            known.append(canonical(point.z, system.order, task, system.kind))
 
 
 def _keep_one_of_each(system: System, task: SymmetricTask, pieces: list[Segment]) -> None:
@@ -72,8 +72,8 @@ def _keep_one_of_each(system: System, task: SymmetricTask, pieces: list[Segment]
         middle = (piece.lower + piece.upper) / 2
         here = minimum_on(system, piece, middle)
         others = [found for other in kept if (found := minimum_on(system, other, middle))]
-        known = [canonical(found.z, task, system.kind) for found in others]
-        if here is None or not _is_known(canonical(here.z, task, system.kind), known, (1,)):
+        known = [canonical(found.z, system.order, task, system.kind) for found in others]
+        if here is None or not _is_known(canonical(here.z, system.order, task, system.kind), known, (1,)):
             kept.append(piece)
     pieces[:] = [piece for piece in pieces if any(piece is other for other in kept)]
 

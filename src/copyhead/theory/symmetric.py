@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from copyhead.model import layout, targets
+from copyhead.model import layout, targets, tokens
 from copyhead.model.attention import attention
 from copyhead.model.layout import Layout
 from copyhead.model.moments import Correlated, Independent
@@ -22,6 +22,8 @@ from copyhead.model.prior import Prior, logit_energy, prior
 from copyhead.problem import Attention, Problem, ProblemError
 
 
+# Largest V of correlated tokens: each evaluation of S takes a V x V system, and the Hessian one for each lag.
+MOST_CORRELATED = 1000
 # Stands for nothing where a sum of weights may be empty; what is divided by it is zero.
 _TINY = 1e-300
 
@@ -30,12 +32,13 @@ class SymmetricTask(NamedTuple):
     """A task and the subspace in which its stationary points are sought. Coordinates: head, row class, entry class.
 
     heads: (H,) ones. classes: multiplicities of the classes. index: class of each of the L x L entries where data need the full
-    matrix, else None. target, layout: of the classes, or with an index of the full matrix.
+    matrix, else None. row: class of each position, -1 where it is not scored. target, layout: of the classes, or with an index of the full matrix.
     """
 
     heads: Float[Array, "H"]
     classes: Layout
     index: Int[Array, "L L"] | None
+    row: Int[Array, "L"]
     target: Float[Array, "R K"]
     layout: Layout
     moments: Independent | Correlated
@@ -54,15 +57,46 @@ def symmetric_task(problem: Problem) -> SymmetricTask:
         ProblemError: where no symmetric subspace is known.
     """
     problem.require_fused_positional("masks, heads, other targets and token laws are known")
-    target, mask = targets.operator(problem), targets.allowed(problem)
+    law, target, mask = tokens.law(problem), targets.operator(problem), targets.allowed(problem)
+    probability = law.marginal(problem.length, problem.cyclic)
+    numbers = prior(problem, float(np.sum(probability**2)))
+    if not law.independent:
+        return _lag_task(problem, law, target, numbers)
     classes = layout.compressed(target, mask)
-    if problem.token_scale > 0 and len(classes.layout.rows) > 1:
-        raise ProblemError(f"token_scale = {problem.token_scale:g}: must be 0 where rows of the target differ")
-    p, count = np.full(1, 1 / problem.vocab), np.full(1, float(problem.vocab))
-    moments = Independent(np.float64(1), p, count)
-    return SymmetricTask(
-        np.ones(problem.heads), classes.layout, None, classes.target, classes.layout, moments, prior(problem)
-    )
+    if problem.token_scale > 0 and (len(classes.layout.rows) > 1 or not _columns_alike(target)):
+        raise ProblemError(f"token_scale = {problem.token_scale:g}: must be 0 where rows or columns of the target differ")
+    kinds, count = np.unique(probability[probability > 0], return_counts=True)
+    moments = Independent(np.float64(1), kinds, count.astype(float))
+    heads = np.ones(problem.heads)
+    return SymmetricTask(heads, classes.layout, None, classes.row, classes.target, classes.layout, moments, numbers)
+
+
+def _columns_alike(target: Float[np.ndarray, "L L"]) -> bool:
+    """Whether all columns of T hold the same values, so that column sums of symmetric logits are equal."""
+    ordered = np.sort(target, axis=0)
+    return bool(np.all(ordered == ordered[:, :1]))
+
+
+def _lag_task(problem: Problem, law: tokens.Law, target: Float[np.ndarray, "L L"], numbers: Prior) -> SymmetricTask:
+    """Correlated tokens in the cyclic model: A and G are circulant, one class for each lag; those of the target first."""
+    if problem.lags is None or not problem.cyclic:
+        raise ProblemError(
+            f"tokens = {problem.tokens!r}: correlated tokens have a symmetric subspace only with cyclic = True and a target of lags"
+        )
+    if problem.vocab > MOST_CORRELATED:
+        raise ProblemError(
+            f"vocab = {problem.vocab}: must be <= {MOST_CORRELATED} for correlated tokens; laws of independent tokens take any"
+        )
+    length, lags = problem.length, problem.lags
+    order = [*sorted(lags, key=lambda lag: -abs(lags[lag])), *(lag for lag in range(length) if lag not in lags)]
+    place = np.empty(length, int)
+    place[order] = np.arange(length)
+    a, b = np.indices((length, length))
+    whole = layout.masked(target, np.ones((length, length), bool))
+    classes = Layout(np.full(1, float(length)), np.full(1, float(length)), np.ones((1, length)))
+    moments = Correlated(np.float64(1), law.pairs(length, True))
+    heads, row = np.ones(problem.heads), np.zeros(length, int)
+    return SymmetricTask(heads, classes, place[(a - b) % length], row, target, whole, moments, numbers)
 
 
 def at_sequences(task: SymmetricTask, sequences: float | Float[Array, ""]) -> SymmetricTask:
@@ -164,14 +198,18 @@ def class_target(task: SymmetricTask) -> Float[np.ndarray, "R K"]:
 _LINEAR = ((1.0, 0.0), (1.0, 0.3), (0.5, -1.0), (1.0, -0.5))
 
 
-def canonical(coordinates: Float[np.ndarray, "d"], task: SymmetricTask, kind: Attention) -> Float[np.ndarray, "d"]:
+def canonical(
+    coordinates: Float[np.ndarray, "d"], order: Float[np.ndarray, "d"], task: SymmetricTask, kind: Attention
+) -> Float[np.ndarray, "d"]:
     """One of the equivalent points: heads of softmax in falling order of cG; each head of linear attention with the sign in
     which its first entry is positive.
+
+    Args:
+        order: see `excess_weights`.
     """
     if kind == "softmax":
         blocks = np.asarray(coordinates).reshape(len(task.heads), -1)
-        order = np.argsort(-(blocks @ excess_weights(task, kind)[: blocks.shape[1]]), kind="stable")
-        return np.concatenate(blocks[order])
+        return np.concatenate(blocks[np.argsort(-(blocks @ order[: blocks.shape[1]]), kind="stable")])
     free = _free(task)
     head = free // (task.shape[1] * task.shape[2])
     first = np.array([coordinates[np.flatnonzero(head == h)[0]] if np.any(head == h) else 1.0 for h in range(len(task.heads))])
@@ -186,6 +224,12 @@ def excess_weights(task: SymmetricTask, kind: Attention) -> Float[np.ndarray, "d
 
 def _attended(logits: Float[Array, "H R K"], task: SymmetricTask, kind: Attention) -> Float[Array, "H R K"]:
     return attention(logits, kind, task.prior.length, task.layout.columns) * (task.layout.scored > 0)[:, None]
+
+
+def _target_square(task: SymmetricTask) -> Float[Array, ""]:
+    if isinstance(task.moments, Independent):
+        return task.moments.target_square(task.target, task.layout)
+    return jnp.trace(task.moments.contract(task.target, task.target))
 
 
 def _explained(matrices: Float[Array, "H R K"], task: SymmetricTask, ridge: Float[Array, ""]) -> Float[Array, ""]:
@@ -208,7 +252,7 @@ def symmetric_action(coordinates: Float[Array, "d"], task: SymmetricTask, kind: 
 def action_of(logits: Float[Array, "H R K"], task: SymmetricTask, kind: Attention) -> Float[Array, ""]:
     """S of logits in the layout of the task."""
     explained = _explained(_attended(logits, task, kind), task, task.prior.ridge)
-    return _cost(logits, task) + (task.moments.target_square(task.target, task.layout) - explained) / (2 * task.prior.kappa)
+    return _cost(logits, task) + (_target_square(task) - explained) / (2 * task.prior.kappa)
 
 
 def _cost(logits: Float[Array, "H R K"], task: SymmetricTask) -> Float[Array, ""]:
@@ -247,9 +291,18 @@ def _excess(coordinates: Float[Array, "d"], task: SymmetricTask, kind: Attention
     return by_head[0] if kind == "linear" else jnp.mean(by_head)
 
 
+def _principal(logits: Array, matrices: Array) -> tuple[Array, Array]:
+    """Heads of linear attention rotated so that their logits are orthogonal, largest first; signs make aG positive later."""
+    gram = jnp.einsum("hrk,grk->hg", logits, logits)
+    turn = jnp.linalg.eigh(gram)[1][:, ::-1]
+    return jnp.einsum("hg,hrk->grk", turn, logits), jnp.einsum("hg,hrk->grk", turn, matrices)
+
+
 def parts(logits: Float[Array, "H R K"], task: SymmetricTask, kind: Attention) -> Parts:
     """Order parameters by head, row and class of logits in the layout of the task."""
     matrices = _attended(logits, task, kind)
+    if kind == "linear" and len(logits) > 1:
+        logits, matrices = _principal(logits, matrices)
     weight = task.layout.scored[:, None] * task.layout.columns
     c1, cG = jax.vmap(lambda one: _coefficient(one, weight, task.target))(logits)
     off, aG = jax.vmap(lambda one: _coefficient(one, weight, task.target))(matrices)
@@ -260,5 +313,5 @@ def parts(logits: Float[Array, "H R K"], task: SymmetricTask, kind: Attention) -
     ridge = jnp.asarray(task.prior.ridge)
     explained, slope = jax.value_and_grad(lambda r: _explained(matrices, task, r))(ridge)
     # the derivative by the ridge is -|W|^2
-    loss = (task.moments.target_square(task.target, task.layout) - explained + ridge * slope) / number
+    loss = (_target_square(task) - explained + ridge * slope) / number
     return Parts(c1, cG, task.prior.length * off, aG, rows, classes, loss)

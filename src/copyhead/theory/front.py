@@ -1,0 +1,315 @@
+"""The front of copying under a causal mask: rows that meet only through the output map (docs/theory.md, section 14).
+
+At given W the rows of softmax attention are independent: row r costs (n-1)/n c^2 / (2 g_W) + (a t_r(c) - 2 b m_r(c)) / (2 kappa), n
+positions that it may attend to, c its copy logit over the others, t_r and m_r the square of its attention and the part on the
+target. a = -dQ/dt and 2 b = dQ/dm are those of the best W, which depends on the rows through t = sum t_r and m = sum m_r only. So
+a stationary point is a solution of two equations, however many rows there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from scipy.interpolate import PchipInterpolator
+from scipy.optimize import root
+
+from copyhead.model import tokens
+from copyhead.problem import Problem
+from copyhead.theory.symmetric import SymmetricTask, at_sequences, symmetric_task
+
+# Nodes of c in which the minima of a row are bracketed, steps of false position that follow, and halvings of brackets in ln P.
+NODES, SECANTS, HALVINGS = 300, 14, 45
+# Ratio of neighbouring P in the scan; least residual of the two equations, relative, at which a state counts as converged.
+RATIO, ACCEPTED = 1.03, 1e-8
+# Turns of the alternating minimisation over rows and W where the root finder fails.
+TURNS = 2000
+# Points of the curve P(c) of a row, and the least width of a window, in ln P, that is told from the error of interpolation.
+CURVE, NARROWEST = 300, 1e-6
+
+Choice = Literal["lowest", "highest", "best"]
+
+
+class Rows(NamedTuple):
+    """All scored rows at one P. excess: cG of each. action: S. residual: of the two equations, relative."""
+
+    P: float
+    excess: Float[np.ndarray, "R"]
+    t: float
+    m: float
+    pull: tuple[float, float]
+    action: float
+    residual: float
+
+    @property
+    def converged(self) -> bool:
+        return self.residual < ACCEPTED
+
+
+class Passing(NamedTuple):
+    """Where one row passes cG = 1. n: positions it may attend to. P: nan where it does not in the range.
+
+    jump: P where it jumps, sides: its cG below and above, window: P of the folds between which it has two minima; all None where
+    its cG grows smoothly. For the folds the other rows are in their best minima.
+    """
+
+    n: int
+    P: float
+    jump: float | None
+    sides: tuple[float, float] | None
+    window: tuple[float, float] | None
+
+
+def has_front(problem: Problem) -> bool:
+    """Whether the rows of a problem are of the kind that `Front` knows: softmax, one head, one entry of T = 1 in each row."""
+    simple = problem.causal and problem.attention == "softmax" and problem.heads == 1 and problem.token_scale == 0
+    return simple and problem.lags is not None and list(problem.lags.values()) == [1.0] and tokens.law(problem).independent
+
+
+@dataclass(frozen=True)
+class Front:
+    """The rows of a causal problem over a range of P (ln P from lower to upper), see `has_front`.
+
+    up, down: states on a grid of ln P in which every row is in its lowest, or highest, minimum, followed from below and from
+    above.
+    """
+
+    task: SymmetricTask
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, problem: Problem, lower: float, upper: float) -> Front:
+        """Nothing is solved yet; ln P is the range."""
+        return cls(symmetric_task(problem), lower, upper)
+
+    @cached_property
+    def lengths(self) -> Float[np.ndarray, "R"]:
+        """n of each row."""
+        return np.asarray(self.task.layout.columns).sum(axis=1)
+
+    @cached_property
+    def _explained(self) -> Callable[[float, float, float], tuple[Array, tuple[Array, Array]]]:
+        """Q of (t, m, P) and its derivatives by t and m; the rows of A and of T sum to one."""
+        count = jnp.ones(1) * float(np.sum(np.asarray(self.task.layout.scored)))
+
+        def value(t: Array, m: Array, sequences: Array) -> Array:
+            moments = at_sequences(self.task, sequences).moments
+            return moments.explained_by(t[None, None], m[None], count[:, None], count, self.task.prior.ridge)
+
+        return jax.jit(jax.value_and_grad(value, (0, 1)))
+
+    def pull(self, t: float, m: float, sequences: float) -> tuple[float, float]:
+        """a and b of the best W."""
+        with jax.enable_x64(True):
+            _, (by_t, by_m) = self._explained(float(t), float(m), float(sequences))
+        return -float(by_t), float(by_m) / 2
+
+    def action(self, excess: np.ndarray, t: float, m: float, sequences: float) -> float:
+        """S of given rows."""
+        with jax.enable_x64(True):
+            explained = float(self._explained(float(t), float(m), float(sequences))[0])
+        square = sequences * float(np.sum(np.asarray(self.task.layout.scored)))
+        return float(np.sum(self._prior_cost(excess)) + (square - explained) / (2 * self.task.prior.kappa))
+
+    def _attention(self, excess: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """t_r and m_r, also their part T m; excess (..., R)."""
+        others = (self.lengths - 1) * np.exp(-excess)
+        on = 1 / (1 + others)
+        return on**2 + (self.lengths - 1) * (on * np.exp(-excess)) ** 2, on
+
+    def _cost(self, excess: np.ndarray, pull: tuple[float, float]) -> np.ndarray:
+        square, on = self._attention(excess)
+        return self._prior_cost(excess) + (pull[0] * square - 2 * pull[1] * on) / (2 * self.task.prior.kappa)
+
+    def _prior_cost(self, excess: np.ndarray) -> np.ndarray:
+        prior = self.task.prior
+        return (self.lengths - 1) / self.lengths * excess**2 / (2 * prior.logit_variance * prior.position_scale**2)
+
+    def rows(self, pull: tuple[float, float], choice: Choice) -> Float[np.ndarray, "R"]:
+        """The minimum of each row that is lowest or highest in c, or the best one."""
+        top = np.log(self.lengths) + 8
+        grid = -3 + (top + 3) * np.linspace(0, 1, NODES)[:, None]
+        cost = self._cost(grid, pull)
+        inner = (cost[1:-1] <= cost[:-2]) & (cost[1:-1] <= cost[2:])
+        if choice == "best":
+            index = np.argmin(np.where(inner, cost[1:-1], np.inf), axis=0)
+        else:
+            index = np.argmax(inner, axis=0) if choice == "lowest" else len(inner) - 1 - np.argmax(inner[::-1], axis=0)
+        return self._polish(grid[index + 1, np.arange(len(top))], pull, (top + 3) / NODES)
+
+    def _polish(self, start: np.ndarray, pull: tuple[float, float], width: np.ndarray) -> np.ndarray:
+        """The root of the slope between the neighbouring nodes, by false position (Illinois)."""
+        low, high = start - width, start + width
+        at_low, at_high = self._slope(low, pull), self._slope(high, pull)
+        for _ in range(SECANTS):
+            place = low - at_low * (high - low) / np.where(at_high == at_low, 1.0, at_high - at_low)
+            value = self._slope(place, pull)
+            left = value < 0
+            # an end that stays twice is halved, or it would stay for ever
+            low, at_low, at_high = np.where(left, place, low), np.where(left, value, at_low / 2), np.where(left, at_high, value)
+            high = np.where(left, high, place)
+            at_high = np.where(left, at_high / 2, at_high)
+        return place
+
+    def solve(self, sequences: float, choice: Choice, start: tuple[float, float]) -> Rows:
+        """The self-consistent state in which every row is in the chosen minimum, from a guess of (t, m)."""
+
+        def turned(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            excess = self.rows(self.pull(*np.abs(sums), sequences), choice)
+            square, on = self._attention(excess)
+            return excess, np.array([square.sum(), on.sum()])
+
+        found = root(lambda sums: turned(sums)[1] / np.abs(sums) - 1, np.array(start), method="hybr", options={"xtol": 1e-12})
+        sums = np.abs(found.x)
+        excess, again = turned(sums)
+        residual = float(np.max(np.abs(again / sums - 1)))
+        if not residual < ACCEPTED:  # a row changes its minimum close to here: every turn lowers E(G, W)
+            sums = np.array(start)
+            for _ in range(TURNS):
+                excess, again = turned(sums)
+                residual = float(np.max(np.abs(again / sums - 1)))
+                sums = again
+                if residual < ACCEPTED / 10:
+                    break
+        t, m = (float(value) for value in again)
+        pull = self.pull(t, m, sequences)
+        return Rows(sequences, excess, t, m, pull, self.action(excess, t, m, sequences), residual)
+
+    def _slope(self, excess: np.ndarray, pull: tuple[float, float]) -> np.ndarray:
+        """Derivative of the cost of a row by c."""
+        prior, n = self.task.prior, self.lengths
+        _, on = self._attention(excess)
+        # t = m^2 + (1 - m)^2 / (n - 1) and dm/dc = m (1 - m)
+        square = 2 * on - 2 * (1 - on) / (n - 1)
+        own = (n - 1) / n * excess / (prior.logit_variance * prior.position_scale**2)
+        return own + (pull[0] * square - 2 * pull[1]) * on * (1 - on) / (2 * prior.kappa)
+
+    @cached_property
+    def grid(self) -> Float[np.ndarray, "g"]:
+        """ln P of the scan."""
+        return np.linspace(self.lower, self.upper, 2 + int((self.upper - self.lower) / math.log(RATIO)))
+
+    @cached_property
+    def up(self) -> list[Rows]:
+        return self._scan("lowest", self.grid, (float(np.sum(1 / self.lengths)),) * 2)
+
+    @cached_property
+    def down(self) -> list[Rows]:
+        return self._scan("highest", self.grid[::-1], (self.up[-1].t, self.up[-1].m))[::-1]
+
+    @cached_property
+    def best(self) -> list[Rows]:
+        """The state of lowest action found on the grid, every row in its best minimum."""
+        found = []
+        for log_p, *both in zip(self.grid, self.up, self.down, strict=True):
+            states = [self.solve(math.exp(log_p), "best", (one.t, one.m)) for one in both]
+            found.append(min(states, key=lambda one: one.action))
+        return found
+
+    def _scan(self, choice: Choice, grid: np.ndarray, start: tuple[float, float]) -> list[Rows]:
+        found = []
+        for log_p in grid:
+            found.append(self.solve(math.exp(log_p), choice, start))
+            start = found[-1].t, found[-1].m
+        return found
+
+    @cached_property
+    def complete(self) -> bool:
+        """Whether every state of the scan is self-consistent."""
+        return all(one.converged for one in (*self.up, *self.down, *self.best))
+
+    def at(self, sequences: float) -> list[Rows]:
+        """The states at P, lowest action first: one where those followed from below and from above agree.
+
+        Raises:
+            ValueError: if P is outside the range.
+        """
+        log_p = math.log(sequences)
+        if not self.lower <= log_p <= self.upper:
+            low, high = math.exp(self.lower), math.exp(self.upper)
+            raise ValueError(f"sequences = {sequences:g}: must be within the searched range {low:.3g} .. {high:.3g}")
+        index = int(np.clip(np.searchsorted(self.grid, log_p), 1, len(self.grid) - 1))
+        near = ("lowest", self.up[index - 1]), ("highest", self.down[index]), ("best", self.best[index - 1]), ("best", self.best[index])
+        found: list[Rows] = []
+        for choice, state in near:
+            one = self.solve(sequences, choice, (state.t, state.m))
+            if not any(np.allclose(one.excess, other.excess, atol=1e-6) for other in found):
+                found.append(one)
+        return sorted(found, key=lambda one: one.action)
+
+    @cached_property
+    def passing(self) -> tuple[Passing, ...]:
+        """Where each row passes cG = 1 in the state of lowest action, and where it jumps; short rows first.
+
+        Between the states of the scan ln a and ln b are interpolated. Each value of c then is stationary at one P; the folds of a
+        row are the extrema of P(c).
+        """
+        interpolated = PchipInterpolator(self.grid, np.log([one.pull for one in self.best]))
+
+        def pull(log_p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            both = np.exp(interpolated(log_p))
+            return both[..., 0], both[..., 1]
+
+        def cG(log_p: np.ndarray) -> np.ndarray:
+            return self.rows(pull(log_p), "best")
+
+        # short rows pass, recede, and pass again: the first time counts
+        excess = np.array([one.excess for one in self.best])
+        rises = (excess[1:] >= 1) & (excess[:-1] < 1)
+        index = rises.argmax(axis=0)
+        high = _halved(lambda log_p: cG(log_p) >= 1, self.grid[index], self.grid[index + 1])[1]
+        c = np.linspace(0.02, 1, CURVE)[:, None] * (np.log(self.lengths) + 1)
+        shape = np.ones(c.shape)
+        place = _halved(lambda log_p: self._slope(c, pull(log_p)) <= 0, self.lower * shape, self.upper * shape)[1]
+        found = []
+        for row in np.argsort(self.lengths):
+            fold = _fold(c[:, row], place[:, row])
+            sides = window = where = None
+            if fold is not None:
+                middle, lower, upper = fold
+                low, high_row = (np.full(len(self.lengths), value) for value in (lower, upper))
+                below, above = _halved(lambda log_p, middle=middle: cG(log_p) >= middle, low, high_row)
+                sides = float(cG(below)[row]), float(cG(above)[row])
+                window, where = (math.exp(lower), math.exp(upper)), math.exp(above[row])
+            found.append(
+                Passing(int(self.lengths[row]), math.exp(high[row]) if rises[:, row].any() else math.nan, where, sides, window)
+            )
+        return tuple(found)
+
+
+def _fold(c: np.ndarray, place: np.ndarray) -> tuple[float, float, float] | None:
+    """Between the two folds of a curve ln P(c): c in the middle, ln P of the lower and of the upper fold; None without folds."""
+    top = np.flatnonzero((place[1:-1] > place[:-2]) & (place[1:-1] > place[2:])) + 1
+    if not top.size:
+        return None
+    first = int(top[0])
+    last = first + int(np.argmin(place[first:]))
+    if not place[first] - place[last] > NARROWEST:
+        return None
+    ends = [_extremum(c[i - 1 : i + 2], place[i - 1 : i + 2]) for i in (last, first) if i + 1 < len(c)]
+    return None if len(ends) < 2 else ((c[first] + c[last]) / 2, ends[0], ends[1])
+
+
+def _extremum(x: np.ndarray, y: np.ndarray) -> float:
+    """The extremum of the parabola through three points."""
+    a, b, constant = np.polyfit(x - x[1], y, 2)
+    return float(constant - b * b / (4 * a))
+
+
+def _halved(
+    passed: Callable[[np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bisection, for every row, for the place between low and high where a condition becomes true."""
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        true = passed(middle)
+        low, high = np.where(true, low, middle), np.where(true, middle, high)
+    return low, high
