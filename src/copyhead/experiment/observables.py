@@ -69,7 +69,8 @@ class HeadObservables(NamedTuple):
 
     On the target: where T is not zero. Off it: allowed, but zero in T. Both in scored rows; NaN where nothing is off target.
     rows: cG by scored row, of the leading head. heads, heads_a: cG and aG by head, in falling order of aG, so that they do not
-    depend on which head took which part. lags: mean attention on each lag of the target over the rows that have it, leading
+    depend on which head took which part; a head of linear attention is first turned into the sector of positive tr W, since
+    (-G_h, -W_h) does the same. lags: mean attention on each lag of the target over the rows that have it, leading
     head; empty for a matrix. The losses are those of all heads together.
     """
 
@@ -185,7 +186,10 @@ def _losses(matrix: Float[Array, "*H L L"], output: Float[Array, "*H V V"], yard
 
 def _heads(weights: Positional, yardstick: Yardstick, problem: Problem) -> HeadObservables:
     target, entries, length = yardstick.target, yardstick.layout, problem.length
-    matrix = attention(weights.logits, problem.attention, length, entries.columns)
+    traces = jnp.trace(weights.output, axis1=-2, axis2=-1)
+    sign = jnp.where((traces < 0) & (problem.attention == "linear"), -1.0, 1.0)[:, None, None]
+    logits, output = sign * weights.logits, sign * weights.output
+    matrix = attention(logits, problem.attention, length, entries.columns)
     scored = targets.scored(targets.operator(problem)) > 0
     on = (target != 0).astype(target.dtype)
     off = entries.scored[:, None] * entries.columns * (1 - on)
@@ -198,19 +202,19 @@ def _heads(weights: Positional, yardstick: Yardstick, problem: Problem) -> HeadO
         rest = mean(off, of, over)
         return rest, mean(on, of, over) - rest
 
-    c1, cG = projected(weights.logits, (-2, -1))
+    c1, cG = projected(logits, (-2, -1))
     a1, aG = projected(matrix, (-2, -1))
     order = jnp.argsort(-aG)
     first = order[0]
-    _, rows = projected(weights.logits[first], -1)
+    _, rows = projected(logits[first], -1)
     shifts = [targets.shift(length, lag, problem.cyclic) for lag in problem.lags or {}]
     return HeadObservables(
         c1[first],
         cG[first],
         length * a1[first],
         aG[first],
-        *_losses(matrix, weights.output, yardstick),
-        jnp.trace(weights.output[first]) / problem.vocab,
+        *_losses(matrix, output, yardstick),
+        jnp.trace(output[first]) / problem.vocab,
         rows[scored],
         cG[order],
         aG[order],
