@@ -91,10 +91,15 @@ def descend(start: Any, data: Any, path: Path, settings: AdamSettings) -> tuple[
     (weights, _, _, diverged), _ = jax.lax.scan(stretch, state, length=checks)
     units = [0.0 if g is None else min(1.0, g**0.5) for g in path.variances]
     slope = path.slope(weights, data, None)
-    largest = jnp.stack([unit * jnp.max(jnp.abs(part), axis=(-2, -1)) for unit, part in zip(units, slope, strict=True)])
+    largest = jnp.stack([unit * _largest(part) for unit, part in zip(units, slope, strict=True)])
     return weights, jnp.max(largest, axis=0), diverged
 
 
 def bounded(weights: Any) -> Array:
     """Which cells have finite weights below LARGEST_WEIGHT."""
-    return jnp.all(jnp.stack([jnp.max(jnp.abs(part), axis=(-2, -1)) for part in weights]) < LARGEST_WEIGHT, axis=0)
+    return jnp.all(jnp.stack([_largest(part) for part in weights]) < LARGEST_WEIGHT, axis=0)
+
+
+def _largest(part: Float[Array, "cell ..."]) -> Float[Array, "cell"]:
+    """The largest size of an entry, of whatever axes a weight has."""
+    return jnp.max(jnp.abs(part), axis=tuple(range(1, part.ndim)))

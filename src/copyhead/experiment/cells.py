@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, UInt32
 from copyhead.experiment.path import Path
 from copyhead.model import network, targets, tokens
 from copyhead.model.network import Network, Positional, Start, Weights
-from copyhead.problem import Problem
+from copyhead.problem import Problem, ProblemError
 
 STARTS: tuple[Start, ...] = ("small", "copy")
 
@@ -35,8 +35,19 @@ class Cells(NamedTuple):
 
 def data_sets(problem: Problem, sequences: list[int], seed: int) -> list[Int[np.ndarray, "P L"]]:
     """Nested data sets: that of P = 300 is the prefix of that of P = 400 at the same seed."""
-    drawn = tokens.sample(tokens.stream(seed, "train"), max(sequences), problem.length, tokens.uniform(problem.vocab))
-    return [drawn[:count] for count in sequences]
+    whole = drawn(problem, tokens.stream(seed, "train"), max(sequences))
+    return [whole[:count] for count in sequences]
+
+
+def drawn(problem: Problem, source: np.random.SeedSequence, sequences: int) -> Int[np.ndarray, "P L"]:
+    """Sequences of the token law of a problem, one after the other.
+
+    Raises:
+        ProblemError: for a law that cannot be drawn from.
+    """
+    if problem.tokens != "uniform":
+        raise ProblemError(f"tokens = {problem.tokens!r}: sequences are drawn from uniform tokens only")
+    return tokens.sample(source, sequences, problem.length, tokens.uniform(problem.vocab))
 
 
 def assemble(path: Path, runs: list[Run]) -> Cells:
@@ -46,7 +57,7 @@ def assemble(path: Path, runs: list[Run]) -> Cells:
     on P, start and chi.
     """
     problem = path.problem
-    target = targets.shift(problem.length, cyclic=problem.cyclic)
+    target = targets.operator(problem)
     wanted: dict[int, list[int]] = {}
     for count, seed, _, _ in runs:
         wanted.setdefault(seed, []).append(count)

@@ -175,6 +175,7 @@ class DirectPath:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
+        self.problem.require_paper("gradients through sequences (attention that reads tokens, mini-batches) are")
         for name in ("batch", "chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from copyhead.experiment.cells import drawn
 from copyhead.experiment.direct import in_chunks_of, sequences_at_a_time
 from copyhead.model import layout, moments, targets, tokens
 from copyhead.model.attention import attention
@@ -17,7 +18,7 @@ from copyhead.model.energy import loss_per_token
 from copyhead.model.layout import Layout
 from copyhead.model.moments import Moments
 from copyhead.model.network import Circuits, Network, Positional, Weights, circuits, logits
-from copyhead.problem import Attention, Problem
+from copyhead.problem import Attention, Problem, ProblemError
 
 # Sequences on which attention that reads tokens is averaged: it differs little from one to the next, the loss much more.
 ATTENTION_SEQUENCES = 256
@@ -63,6 +64,41 @@ class ContentObservables(NamedTuple):
     signs: Float[Array, "..."]
 
 
+class HeadObservables(NamedTuple):
+    """Of positional heads with a mask and any target. `Observables` of the leading head, the one of largest aG, and arrays.
+
+    On the target: where T is not zero. Off it: allowed, but zero in T. Both in scored rows; NaN where nothing is off target.
+    rows: cG by scored row, of the leading head. heads, heads_a: cG and aG by head, in falling order of aG, so that they do not
+    depend on which head took which part; a head of linear attention is first turned into the sector of positive tr W, since
+    (-G_h, -W_h) does the same. lags: mean attention on each lag of the target over the rows that have it, leading
+    head; empty for a matrix. The losses are those of all heads together.
+    """
+
+    c1: Float[Array, "..."]
+    cG: Float[Array, "..."]
+    a1: Float[Array, "..."]
+    aG: Float[Array, "..."]
+    loss: Float[Array, "..."]
+    fresh: Float[Array, "..."]
+    overlap: Float[Array, "..."]
+    rows: Float[Array, "... R"]
+    heads: Float[Array, "... H"]
+    heads_a: Float[Array, "... H"]
+    lags: Float[Array, "... K"]
+
+
+def axes(problem: Problem) -> dict[str, tuple[str, list[int]]]:
+    """Name and coordinates of the last axis of each array in `HeadObservables`; of other observables there are none.
+
+    row: position a. head: rank by aG, from 0. lag: as in the target.
+    """
+    if not problem.beyond:
+        return {}
+    row = ("row", np.flatnonzero(targets.scored(targets.operator(problem))).tolist())
+    head = ("head", list(range(problem.heads)))
+    return {"rows": row, "heads": head, "heads_a": head, "lags": ("lag", list(problem.lags or {}))}
+
+
 class Yardstick(NamedTuple):
     """What weights are measured against. target: T. population, fresh: moments for the two losses; None where tokens are read.
 
@@ -77,20 +113,38 @@ class Yardstick(NamedTuple):
 
 
 def yardstick(problem: Problem, network: Network, fresh: int) -> Yardstick:
-    """The yardstick of a network, with `fresh` sequences that no data set holds."""
-    law = tokens.uniform(problem.vocab)
-    target = targets.shift(problem.length, cyclic=problem.cyclic).astype(np.float32)
-    whole = layout.full(problem.length, problem.cyclic, jnp.float32)
-    drawn = tokens.sample(tokens.stream(0, "fresh"), fresh, problem.length, law)
+    """The yardstick of a network, with `fresh` sequences that no data set holds.
+
+    Raises:
+        ProblemError: for a token law that cannot be drawn from, or whose moments are not known.
+    """
+    target = targets.operator(problem).astype(np.float32)
+    entries = layout.masked(target, targets.allowed(problem))
+    entries = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), entries)
+    sequences = drawn(problem, tokens.stream(0, "fresh"), fresh)
     if network.kind != "positional":
-        return Yardstick(target, whole, None, None, drawn.astype(np.int32))
-    population = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), moments.population(law))
-    return Yardstick(target, whole, population, moments.empirical(drawn, problem.vocab), drawn[:0].astype(np.int32))
+        return Yardstick(target, entries, None, None, sequences.astype(np.int32))
+    found = moments.empirical(sequences, problem.vocab)
+    return Yardstick(target, entries, population_moments(problem), found, sequences[:0].astype(np.int32))
 
 
-def measure(weights: Weights, yardstick: Yardstick, problem: Problem) -> Observables | ContentObservables:
+def population_moments(problem: Problem) -> Moments:
+    """The moments of one sequence, on average over the token law of a problem.
+
+    Raises:
+        ProblemError: for a law whose moments are not known.
+    """
+    if problem.tokens != "uniform":
+        raise ProblemError(f"tokens = {problem.tokens!r}: moments are known for uniform tokens only")
+    found = moments.population(tokens.uniform(problem.vocab))
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), found)
+
+
+def measure(weights: Weights, yardstick: Yardstick, problem: Problem) -> Observables | ContentObservables | HeadObservables:
     """Observables of one network."""
     if isinstance(weights, Positional):
+        if problem.beyond:
+            return _heads(weights, yardstick, problem)
         return _positional(weights, yardstick, problem.attention)
     return _content(circuits(weights, problem), yardstick, problem)
 
@@ -113,15 +167,59 @@ def order_parameters(
 
 
 def _positional(weights: Positional, yardstick: Yardstick, kind: Attention) -> Observables:
-    assert yardstick.population is not None
-    assert yardstick.fresh is not None
     matrix = attention(weights.logits, kind, len(weights.logits))
-    loss, fresh = (
-        loss_per_token(matrix, weights.output, yardstick.target, moments, yardstick.layout)
-        for moments in (yardstick.population, yardstick.fresh)
-    )
+    loss, fresh = _losses(matrix, weights.output, yardstick)
     overlap = jnp.trace(weights.output) / weights.output.shape[-1]
     return Observables(*order_parameters(weights.logits, matrix, yardstick), loss, fresh, overlap)
+
+
+def _losses(matrix: Float[Array, "*H L L"], output: Float[Array, "*H V V"], yardstick: Yardstick) -> tuple[Array, Array]:
+    """Per token, on the population and on fresh sequences."""
+    assert yardstick.population is not None
+    assert yardstick.fresh is not None
+    loss, fresh = (
+        loss_per_token(matrix, output, yardstick.target, moments, yardstick.layout)
+        for moments in (yardstick.population, yardstick.fresh)
+    )
+    return loss, fresh
+
+
+def _heads(weights: Positional, yardstick: Yardstick, problem: Problem) -> HeadObservables:
+    target, entries, length = yardstick.target, yardstick.layout, problem.length
+    traces = jnp.trace(weights.output, axis1=-2, axis2=-1)
+    sign = jnp.where((traces < 0) & (problem.attention == "linear"), -1.0, 1.0)[:, None, None]
+    logits, output = sign * weights.logits, sign * weights.output
+    matrix = attention(logits, problem.attention, length, entries.columns)
+    scored = targets.scored(targets.operator(problem)) > 0
+    on = (target != 0).astype(target.dtype)
+    off = entries.scored[:, None] * entries.columns * (1 - on)
+
+    def mean(which: Array, of: Array, over: Any) -> Array:
+        return jnp.sum(which * of, axis=over) / jnp.sum(which, axis=over)
+
+    def projected(of: Float[Array, "H L L"], over: Any) -> tuple[Array, Array]:
+        """Mean off the target, and mean on it minus that."""
+        rest = mean(off, of, over)
+        return rest, mean(on, of, over) - rest
+
+    c1, cG = projected(logits, (-2, -1))
+    a1, aG = projected(matrix, (-2, -1))
+    order = jnp.argsort(-aG)
+    first = order[0]
+    _, rows = projected(logits[first], -1)
+    shifts = [targets.shift(length, lag, problem.cyclic) for lag in problem.lags or {}]
+    return HeadObservables(
+        c1[first],
+        cG[first],
+        length * a1[first],
+        aG[first],
+        *_losses(matrix, output, yardstick),
+        jnp.trace(output[first]) / problem.vocab,
+        rows[scored],
+        cG[order],
+        aG[order],
+        jnp.array([mean(shift.astype(np.float32), matrix[first], None) for shift in shifts]),
+    )
 
 
 def _content(net: Circuits, yardstick: Yardstick, problem: Problem) -> ContentObservables:
@@ -159,6 +257,6 @@ def _content(net: Circuits, yardstick: Yardstick, problem: Problem) -> ContentOb
 
 
 @partial(jax.jit, static_argnames="problem")
-def measure_all(weights: Weights, yardstick: Yardstick, problem: Problem) -> Observables | ContentObservables:
+def measure_all(weights: Weights, yardstick: Yardstick, problem: Problem) -> Observables | ContentObservables | HeadObservables:
     """Observables of many networks (leading axis of the weights), one after the other."""
     return jax.lax.map(lambda one: measure(one, yardstick, problem), weights)

@@ -107,6 +107,7 @@ class PackedPath:
     problem: Problem
 
     def __post_init__(self) -> None:
+        self.problem.require_paper("packed moments are")
         if self.problem.head_dimension is not None:
             raise ProblemError(f"head_dimension = {self.problem.head_dimension}: needs network = embedded")
 

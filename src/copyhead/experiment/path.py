@@ -78,9 +78,10 @@ def path(problem: Problem, network: Network | None = None, batch: int | None = N
     """
     # they are built on what this module defines
     from copyhead.experiment.direct import DirectPath
+    from copyhead.experiment.moment_path import MomentPath
     from copyhead.experiment.packed import PackedPath
 
     network = network or Network()
     if network.kind == "positional" and batch is None:
-        return PackedPath(problem)
+        return MomentPath(problem) if problem.beyond else PackedPath(problem)
     return DirectPath(problem, network, batch)

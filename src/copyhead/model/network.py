@@ -22,15 +22,18 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field
 
+from copyhead.model import targets
 from copyhead.model.attention import attention
 from copyhead.model.tokens import stream
 from copyhead.problem import Attention, Problem, ProblemError
 from copyhead.record import Record
 
 Start = Literal["small", "copy"]
+# Standard deviation of the weights of a small start.
+SMALL = 0.01
 
 
 class Network(Record):
@@ -46,7 +49,7 @@ class Network(Record):
 
 
 class Positional(NamedTuple):
-    """logits: G = pp. output: W."""
+    """logits: G = pp. output: W. With an axis of heads, (H, L, L) and (H, V, V), for a problem beyond the paper's."""
 
     logits: Float[Array, "... L L"]
     output: Float[Array, "... V V"]
@@ -122,6 +125,8 @@ def scales(network: Network, problem: Problem) -> Any:
     """
     position, token, heads = problem.position_scale, problem.token_scale, problem.head_dimension
     logit, output = problem.logit_variance, problem.output_variance
+    if network.kind != "positional":
+        problem.require_paper(f"network = {network.kind} is")
     if network.kind != "embedded" and heads is not None:
         raise ProblemError(
             f"head_dimension = {heads}: needs network = embedded; the {network.kind} network has no query and key"
@@ -149,10 +154,15 @@ def scales(network: Network, problem: Problem) -> Any:
 
 
 def start(network: Network, problem: Problem, target: Float[np.ndarray, "L L"], kind: Start, seed: int) -> Weights:
-    """Initial weights, float32. small: U and W of standard deviation 0.01. copy: a network that copies, see `copying`."""
+    """Initial weights, float32. small: U and W of standard deviation 0.01. copy: a network that copies, see `copying`.
+
+    Of several heads the first one copies and the others are small. Logits that the mask hides are zero.
+    """
+    if problem.beyond and network.kind == "positional":
+        return _heads(problem, target, kind, seed)
     source, length, vocab = stream(seed, "init"), problem.length, problem.vocab
     draw = np.random.default_rng(source).standard_normal
-    scale = 0.01 if kind == "small" else 0.0
+    scale = SMALL if kind == "small" else 0.0
     logits, output = scale * draw((length, length), np.float32), scale * draw((vocab, vocab), np.float32)
     if kind == "copy":
         logits, output = copying(target, vocab, problem.attention)
@@ -164,17 +174,42 @@ def start(network: Network, problem: Problem, target: Float[np.ndarray, "L L"], 
     return _embedded(network, problem, logits, output, kind, seed)
 
 
-def copying(target: Float[np.ndarray, "L L"], vocab: int, kind: Attention) -> Positional:
+def _heads(problem: Problem, target: Float[np.ndarray, "L L"], kind: Start, seed: int) -> Positional:
+    """Weights with an axis of heads; each head has its own draws, after those of the heads before it."""
+    length, vocab, inside = problem.length, problem.vocab, targets.allowed(problem)
+    draw = np.random.default_rng(stream(seed, "init")).standard_normal
+    shapes = (length, length), (vocab, vocab)
+    heads = [Positional(*(SMALL * draw(shape, np.float32) for shape in shapes)) for _ in range(problem.heads)]
+    if kind == "copy":
+        heads[0] = copying(target, vocab, problem.attention, inside)
+    logits, output = (np.stack(parts).astype(np.float32) for parts in zip(*heads, strict=True))
+    return Positional(np.where(inside, logits, 0), output)
+
+
+def copying(
+    target: Float[np.ndarray, "L L"], vocab: int, kind: Attention, allowed: Bool[np.ndarray, "L L"] | None = None
+) -> Positional:
     """G and W that copy, A x W close to T x, whatever the data.
 
-    Softmax: the logit of the copy entry is ln L + 2 above the rest, so it takes 88% of the attention. Linear: G = g T with
-    W = (L / g) I, and g = (V L)^(1/4), where |G|^2 = |W|^2.
+    Softmax: in a row of n allowed positions the logits of target entries are ln n + 2 + ln q above the rest, where q is the
+    part of an entry in sum_b |T_ab|, one for a single entry. So the target takes 88% of the attention (n large), in the ratio
+    of |T|.
+    Attention has no negative entries: signs, and row sums other than one, are left to W = w I with w the least squares fit of
+    T by w q. It is 1 for the copy task, and small for weights of both signs, which one head of softmax cannot follow.
+    Linear: G = g T with W = (L / g) I, so that A x W = T x, and g = (V L)^(1/4), where |G|^2 = |W|^2 if |T|^2 = L.
+
+    Args:
+        allowed: which positions a row may attend to; None means all.
     """
     length = target.shape[0]
-    if kind == "softmax":
-        return Positional((np.log(length) + 2.0) * target, np.eye(vocab))
-    gain = (length * vocab) ** 0.25
-    return Positional(gain * target, (length / gain) * np.eye(vocab))
+    if kind == "linear":
+        gain = (length * vocab) ** 0.25
+        return Positional(gain * target, (length / gain) * np.eye(vocab))
+    size = np.full(length, length) if allowed is None else allowed.sum(axis=1)
+    on = target != 0
+    part = np.abs(target) / np.maximum(np.abs(target).sum(axis=1, keepdims=True), np.finfo(float).tiny)
+    logits = np.where(on, np.log(size)[:, None] + 2.0 + np.log(np.where(on, part, 1.0)), 0.0)
+    return Positional(logits, np.sum(part * target) / np.sum(part**2) * np.eye(vocab))
 
 
 def _embedded(network: Network, problem: Problem, logits: Any, output: Any, kind: Start, seed: int) -> Fused | Split:
@@ -189,7 +224,7 @@ def _embedded(network: Network, problem: Problem, logits: Any, output: Any, kind
         rows, value = rows / width**0.5, value / width**0.5
     positions, embedding = rows[:length], rows[length:]
     if kind == "small":
-        query_key, last = 0.01 * draw((width, width)), 0.01 * draw((width, vocab))
+        query_key, last = SMALL * draw((width, width)), SMALL * draw((width, vocab))
         queries = [0.1 * heads**-0.25 * draw((width, heads)) for _ in range(2)] if heads else []
     else:
         inverse = np.linalg.pinv(positions) / problem.position_scale**0.5

@@ -155,6 +155,6 @@ def _gaussian_energy(logits: Float[Array, "R K"], layout: Layout, prior: Prior) 
     return form / (2 * prior.position_scale**2 * prior.logit_variance)
 
 
-def output_energy(output: Float[Array, "V V"], prior: Prior) -> Float[Array, ""]:
-    """|W|^2 / (2 g_O)."""
+def output_energy(output: Float[Array, "*H V V"], prior: Prior) -> Float[Array, ""]:
+    """|W|^2 / (2 g_O), summed over heads."""
     return jnp.sum(output**2) / (2 * prior.output_variance)

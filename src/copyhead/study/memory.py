@@ -13,8 +13,11 @@ COPIES = 4
 
 
 def moment_bytes(problem: Problem) -> int:
-    """Memory that a data set needs at least: its token moments, L^2 V^2, and the token bases of packing, V^4; float32."""
-    return 4 * (problem.length**2 * problem.vocab**2 + problem.vocab**4)
+    """Memory that a data set needs at least: its token moments, L^2 V^2, and the token bases of packing, V^4; float32.
+
+    Problems beyond the paper's are not packed.
+    """
+    return 4 * (problem.length**2 * problem.vocab**2 + (0 if problem.beyond else problem.vocab**4))
 
 
 def sequence_bytes(problem: Problem, sequences: float) -> float:

@@ -32,9 +32,19 @@ FRESH_SEQUENCES, FRESH_CONTENT = 4096, 2048
 GROUP_BYTES = 1.5e9
 
 
-def _grid(observed: Any, dims: tuple[str, ...], shape: tuple[int, ...], coords: dict[str, Any]) -> xr.Dataset:
-    values = {name: (dims, np.asarray(getattr(observed, name)).reshape(shape)) for name in observed._fields}
-    return xr.Dataset(values, coords=coords)
+def _grid(observed: Any, problem: Problem, dims: tuple[str, ...], shape: tuple[int, ...], coords: dict[str, Any]) -> xr.Dataset:
+    """Observables on a grid of runs; those that are arrays have a last axis of their own."""
+    from copyhead.experiment.observables import axes
+
+    own = axes(problem)
+    values = {}
+    for name in observed._fields:
+        axis = [own[name]] if name in own else []
+        values[name] = (
+            (*dims, *(label for label, _ in axis)),
+            np.asarray(getattr(observed, name)).reshape(*shape, *(len(places) for _, places in axis)),
+        )
+    return xr.Dataset(values, coords={**coords, **dict(own.values())})
 
 
 def _train(problem: Problem, spec: Reproduction, runs: list[Run], steps: int) -> tuple[Any, np.ndarray, np.ndarray]:
@@ -73,7 +83,7 @@ def adam_cells(problem: Problem, spec: Reproduction, sequences: list[int], seeds
     observed, gradient, diverged = _train(problem, spec, runs, spec.adam_steps)
     dims, shape = ("P", "seed", "start"), (len(sequences), len(seeds), len(STARTS))
     coords = {"P": sequences, "seed": seeds, "start": list(STARTS)}
-    return _grid(observed, dims, shape, coords).assign(
+    return _grid(observed, problem, dims, shape, coords).assign(
         gradient=(dims, gradient.reshape(shape)), diverged=(dims, diverged.reshape(shape))
     )
 
@@ -90,7 +100,7 @@ def _one_start(
     runs = [(count, seed, start, problem.chi) for count in sequences for seed in seeds]
     observed, gradient, diverged = _train(problem, spec, runs, steps)
     dims, shape = ("P", "seed"), (len(sequences), len(seeds))
-    return _grid(observed, dims, shape, {"P": sequences, "seed": seeds}).assign(
+    return _grid(observed, problem, dims, shape, {"P": sequences, "seed": seeds}).assign(
         gradient=(dims, gradient.reshape(shape)), diverged=(dims, diverged.reshape(shape))
     )
 
@@ -113,7 +123,7 @@ def langevin_cells(problem: Problem, spec: Reproduction, sequences: list[int], s
     coords = {"P": sequences, "seed": seeds, "start": list(STARTS), "draw": np.arange(spec.draws), "chi": chi}
     dims = ("P", "seed", "start", "draw")
     trace, diverged = _joined([part.observables for part in found]), np.concatenate([part.diverged for part in found])
-    return _grid(trace, dims, shape, coords).assign(diverged=(dims[:-1], diverged.reshape(shape[:-1])))
+    return _grid(trace, problem, dims, shape, coords).assign(diverged=(dims[:-1], diverged.reshape(shape[:-1])))
 
 
 def exact_cells(problem: Problem, spec: Reproduction, sequences: list[int], seeds: list[int]) -> xr.Dataset:
