@@ -25,8 +25,10 @@ from copyhead.model import tokens
 from copyhead.problem import Problem
 from copyhead.theory.symmetric import SymmetricTask, at_sequences, symmetric_task
 
-# Nodes of c in which the minima of a row are bracketed, steps of false position that follow, and halvings of brackets in ln P.
-NODES, SECANTS, HALVINGS = 300, 14, 45
+# Nodes of c in which the minima of a row are bracketed, halvings and steps of false position that follow.
+NODES, STRAIGHT, SECANTS = 300, 12, 3
+# Halvings of brackets in ln P.
+HALVINGS = 45
 # Ratio of neighbouring P in the scan; least residual of the two equations, relative, at which a state counts as converged.
 RATIO, ACCEPTED = 1.03, 1e-8
 # Turns of the alternating minimisation over rows and W where the root finder fails.
@@ -146,17 +148,16 @@ class Front:
         return self._polish(grid[index + 1, np.arange(len(top))], pull, (top + 3) / NODES)
 
     def _polish(self, start: np.ndarray, pull: tuple[float, float], width: np.ndarray) -> np.ndarray:
-        """The root of the slope between the neighbouring nodes, by false position (Illinois)."""
+        """The root of the slope between the neighbouring nodes: halved until the slope is straight, then by false position."""
         low, high = start - width, start + width
-        at_low, at_high = self._slope(low, pull), self._slope(high, pull)
-        for _ in range(SECANTS):
-            place = low - at_low * (high - low) / np.where(at_high == at_low, 1.0, at_high - at_low)
-            value = self._slope(place, pull)
-            left = value < 0
-            # an end that stays twice is halved, or it would stay for ever
-            low, at_low, at_high = np.where(left, place, low), np.where(left, value, at_low / 2), np.where(left, at_high, value)
-            high = np.where(left, high, place)
-            at_high = np.where(left, at_high / 2, at_high)
+        for step in range(STRAIGHT + SECANTS):
+            place = (low + high) / 2
+            if step >= STRAIGHT:
+                at_low, at_high = self._slope(low, pull), self._slope(high, pull)
+                flat = at_high - at_low <= 0
+                place = np.where(flat, place, low - at_low * (high - low) / np.where(flat, 1.0, at_high - at_low))
+            falls = self._slope(place, pull) < 0
+            low, high = np.where(falls, place, low), np.where(falls, high, place)
         return place
 
     def solve(self, sequences: float, choice: Choice, start: tuple[float, float]) -> Rows:
