@@ -145,8 +145,8 @@ class Independent:
     ) -> Float[Array, ""]:
         """tr N^T (F + ridge)^-1 N, F_hh' = Q(A_h^T A_h') and N_h = Q(A_h^T T), in closed form.
 
-        F = P [t (x) diag p + (s - t) (x) p p^T] and N likewise, with the H x H matrices t = tr A_h^T A_h' and s of the row sums: a
-        matrix H x H for each token, and one of rank H that joins them (Woodbury).
+        F = P [t (x) diag p + (s - t) (x) p p^T] and N likewise, with the H x H matrices t = tr A_h^T A_h' and s of the row
+        sums: a matrix H x H for each token, and one of rank H that joins them (Woodbury).
         """
         sums, target_sums = layout.row_sums(attention), layout.row_sums(target)
         weight = layout.scored[:, None] * layout.columns

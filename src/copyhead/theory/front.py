@@ -1,9 +1,12 @@
 """The front of copying under a causal mask: rows that meet only through the output map (docs/theory.md, section 14).
 
-At given W the rows of softmax attention are independent: row r costs (n-1)/n c^2 / (2 g_W) + (a t_r(c) - 2 b m_r(c)) / (2 kappa), n
-positions that it may attend to, c its copy logit over the others, t_r and m_r the square of its attention and the part on the
-target. a = -dQ/dt and 2 b = dQ/dm are those of the best W, which depends on the rows through t = sum t_r and m = sum m_r only. So
-a stationary point is a solution of two equations, however many rows there are.
+At given W the rows of softmax attention are independent. Row r, which may attend to n positions, costs
+
+    (n - 1) / n c^2 / (2 g_W) + (a t_r(c) - 2 b m_r(c)) / (2 kappa)
+
+with c its copy logit over the others, t_r and m_r the square of its attention and the part on the target. a = -dQ/dt and
+2 b = dQ/dm are those of the best W, which depends on the rows only through t = sum t_r and m = sum m_r. So a stationary point is
+a solution of two equations, however many rows there are.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import jax
@@ -23,14 +27,18 @@ from scipy.optimize import root
 
 from copyhead.model import tokens
 from copyhead.problem import Problem
-from copyhead.theory.symmetric import SymmetricTask, at_sequences, symmetric_task
+from copyhead.theory.order_parameters import order_of
+from copyhead.theory.symmetric import Parts, SymmetricTask, at_sequences, lift, parts, symmetric_task
+from copyhead.theory.transition import Minimum, Transition, Verdict, described
 
 # Nodes of c in which the minima of a row are bracketed, halvings and steps of false position that follow.
 NODES, STRAIGHT, SECANTS = 300, 12, 3
 # Halvings of brackets in ln P.
 HALVINGS = 45
 # Ratio of neighbouring P in the scan; least residual of the two equations, relative, at which a state counts as converged.
-RATIO, ACCEPTED = 1.03, 1e-8
+RATIO, ACCEPTED = 1.05, 1e-8
+# A cell of the scan is halved while ln a or ln b in its middle is further from the interpolation, and wider than the second.
+INTERPOLATION, NARROW_CELL = 1e-4, 1e-4
 # Turns of the alternating minimisation over rows and W where the root finder fails.
 TURNS = 2000
 # Points of the curve P(c) of a row, and the least width of a window, in ln P, that is told from the error of interpolation.
@@ -58,8 +66,8 @@ class Rows(NamedTuple):
 class Passing(NamedTuple):
     """Where one row passes cG = 1. n: positions it may attend to. P: nan where it does not in the range.
 
-    jump: P where it jumps, sides: its cG below and above, window: P of the folds between which it has two minima; all None where
-    its cG grows smoothly. For the folds the other rows are in their best minima.
+    jump: P where it jumps, sides: its cG below and above, window: P of the folds between which it has two minima while the other
+    rows are in their best ones; all None where its cG grows smoothly.
     """
 
     n: int
@@ -208,12 +216,26 @@ class Front:
 
     @cached_property
     def best(self) -> list[Rows]:
-        """The state of lowest action found on the grid, every row in its best minimum."""
+        """States of lowest action, every row in its best minimum, in order of P; closer where they change fast."""
         found = []
         for log_p, *both in zip(self.grid, self.up, self.down, strict=True):
-            states = [self.solve(math.exp(log_p), "best", (one.t, one.m)) for one in both]
-            found.append(min(states, key=lambda one: one.action))
-        return found
+            found.append(both[0] if np.allclose(*(one.excess for one in both), atol=1e-8) else self._best(log_p, *both))
+        waiting = [(one, other) for one, other in pairwise(found)]
+        while waiting:
+            left, right = waiting.pop()
+            ends = math.log(left.P), math.log(right.P)
+            middle = self._best(sum(ends) / 2, left, right)
+            found.append(middle)
+            error = np.abs(np.log(middle.pull) - (np.log(left.pull) + np.log(right.pull)) / 2)
+            curved = np.max(np.abs(np.log(left.pull) - np.log(right.pull)))
+            # a smooth curve is off by a quarter of its bend, which interpolation through four points takes away
+            if np.max(error) > max(INTERPOLATION, 0.05 * curved) and ends[1] - ends[0] > NARROW_CELL:
+                waiting += [(left, middle), (middle, right)]
+        return sorted(found, key=lambda one: one.P)
+
+    def _best(self, log_p: float, *near: Rows) -> Rows:
+        states = [self.solve(math.exp(log_p), "best", (one.t, one.m)) for one in near]
+        return min(states, key=lambda one: one.action)
 
     def _scan(self, choice: Choice, grid: np.ndarray, start: tuple[float, float]) -> list[Rows]:
         found = []
@@ -227,6 +249,11 @@ class Front:
         """Whether every state of the scan is self-consistent."""
         return all(one.converged for one in (*self.up, *self.down, *self.best))
 
+    @property
+    def segments(self) -> tuple[()]:
+        """None: states are found at one P each."""
+        return ()
+
     def at(self, sequences: float) -> list[Rows]:
         """The states at P, lowest action first: one where those followed from below and from above agree.
 
@@ -238,25 +265,86 @@ class Front:
             low, high = math.exp(self.lower), math.exp(self.upper)
             raise ValueError(f"sequences = {sequences:g}: must be within the searched range {low:.3g} .. {high:.3g}")
         index = int(np.clip(np.searchsorted(self.grid, log_p), 1, len(self.grid) - 1))
-        near = ("lowest", self.up[index - 1]), ("highest", self.down[index]), ("best", self.best[index - 1]), ("best", self.best[index])
+        near = min(self.best, key=lambda one: abs(math.log(one.P) - log_p))
         found: list[Rows] = []
-        for choice, state in near:
+        choices: tuple[Choice, ...] = ("lowest", "highest", "best")
+        for choice, state in zip(choices, (self.up[index - 1], self.down[index], near), strict=True):
             one = self.solve(sequences, choice, (state.t, state.m))
             if not any(np.allclose(one.excess, other.excess, atol=1e-6) for other in found):
                 found.append(one)
         return sorted(found, key=lambda one: one.action)
 
+    def observe(self, excess: Float[np.ndarray, "R"], sequences: float) -> Parts:
+        """Order parameters of given rows."""
+        with jax.enable_x64(True):
+            found = parts(lift(excess, self.task, "softmax"), at_sequences(self.task, sequences), "softmax")
+            return Parts(*map(np.asarray, found))
+
+    def minima(self, sequences: float) -> list[Minimum]:
+        """As `Phases.minima`; the lowest eigenvalue is that of one row, W fixed.
+
+        Raises:
+            ValueError: if P is outside the range.
+        """
+        return [
+            described(self.observe(one.excess, sequences), self.task, "softmax", one.action, index > 0, self._stiffness(one))
+            for index, one in enumerate(self.at(sequences))
+        ]
+
+    def _stiffness(self, state: Rows) -> float:
+        """The least curvature of a row by c, over that of the prior."""
+        step = 1e-4
+        ends = (self._slope(state.excess + sign * step, state.pull) for sign in (1, -1))
+        bare = (self.lengths - 1) / self.lengths / (self.task.prior.logit_variance * self.task.prior.position_scale**2)
+        return float(np.min((next(ends) - next(ends)) / (2 * step) / bare))
+
+    @cached_property
+    def transitions(self) -> tuple[Transition, ...]:
+        """The jumps of rows; without any, the crossover where the mean cG is steepest in ln P."""
+        found = []
+        for one in self.passing:
+            if one.jump is not None:
+                sides = (self._interpolated(math.log(one.jump) + sign * 1e-7) for sign in (-1, 1))
+                before, after = (order_of(self.observe(excess, one.jump)) for excess in sides)
+                found.append(Transition("first-order", one.jump, one.window, before, after))
+        if found:
+            return tuple(sorted(found, key=lambda transition: transition.P))
+        mean = PchipInterpolator([math.log(one.P) for one in self.best], [one.excess.mean() for one in self.best])
+        fine = np.linspace(self.lower, self.upper, 4000)
+        slopes = mean.derivative()(fine)
+        top = int(np.argmax(slopes))
+        if top in (0, len(fine) - 1):
+            return ()
+        place = math.exp(fine[top])
+        state = order_of(self.observe(self._interpolated(fine[top]), place))
+        return (Transition("crossover", place, None, state, state),)
+
+    @property
+    def verdict(self) -> Verdict:
+        """First-order if any row jumps."""
+        if not self.complete:
+            return "undetermined"
+        return "first-order" if any(one.jump is not None for one in self.passing) else "crossover"
+
+    @cached_property
+    def _pull(self) -> PchipInterpolator:
+        return PchipInterpolator([math.log(one.P) for one in self.best], np.log([one.pull for one in self.best]))
+
+    def _interpolated(self, log_p: float) -> Float[np.ndarray, "R"]:
+        """cG of the rows in the state of lowest action."""
+        a, b = np.exp(self._pull(log_p))
+        return self.rows((a, b), "best")
+
     @cached_property
     def passing(self) -> tuple[Passing, ...]:
         """Where each row passes cG = 1 in the state of lowest action, and where it jumps; short rows first.
 
-        Between the states of the scan ln a and ln b are interpolated. Each value of c then is stationary at one P; the folds of a
-        row are the extrema of P(c).
+        Between the states of the scan ln a and ln b are interpolated. Each value of c then is stationary at one P; the folds of
+        a row are the extrema of P(c).
         """
-        interpolated = PchipInterpolator(self.grid, np.log([one.pull for one in self.best]))
 
         def pull(log_p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            both = np.exp(interpolated(log_p))
+            both = np.exp(self._pull(log_p))
             return both[..., 0], both[..., 1]
 
         def cG(log_p: np.ndarray) -> np.ndarray:
@@ -266,7 +354,8 @@ class Front:
         excess = np.array([one.excess for one in self.best])
         rises = (excess[1:] >= 1) & (excess[:-1] < 1)
         index = rises.argmax(axis=0)
-        high = _halved(lambda log_p: cG(log_p) >= 1, self.grid[index], self.grid[index + 1])[1]
+        places = np.array([math.log(one.P) for one in self.best])
+        high = _halved(lambda log_p: cG(log_p) >= 1, places[index], places[index + 1])[1]
         c = np.linspace(0.02, 1, CURVE)[:, None] * (np.log(self.lengths) + 1)
         shape = np.ones(c.shape)
         place = _halved(lambda log_p: self._slope(c, pull(log_p)) <= 0, self.lower * shape, self.upper * shape)[1]
@@ -287,7 +376,7 @@ class Front:
 
 
 def _fold(c: np.ndarray, place: np.ndarray) -> tuple[float, float, float] | None:
-    """Between the two folds of a curve ln P(c): c in the middle, ln P of the lower and of the upper fold; None without folds."""
+    """Of a curve ln P(c): c between its two folds, ln P of the lower and of the upper one; None without folds."""
     top = np.flatnonzero((place[1:-1] > place[:-2]) & (place[1:-1] > place[2:])) + 1
     if not top.size:
         return None
@@ -305,9 +394,7 @@ def _extremum(x: np.ndarray, y: np.ndarray) -> float:
     return float(constant - b * b / (4 * a))
 
 
-def _halved(
-    passed: Callable[[np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _halved(passed: Callable[[np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Bisection, for every row, for the place between low and high where a condition becomes true."""
     for _ in range(HALVINGS):
         middle = (low + high) / 2

@@ -18,7 +18,7 @@ from copyhead.model.layout import Layout
 from copyhead.problem import Attention
 from copyhead.theory.content import ContentOrderParameters, ContentTask, content_order_parameters
 from copyhead.theory.posterior import Task, loss_per_token
-from copyhead.theory.symmetric import SymmetricTask, parts
+from copyhead.theory.symmetric import Parts, SymmetricTask, parts
 from copyhead.theory.symmetric import lift as lift_classes
 
 Number = Float[Array, "..."] | float
@@ -55,16 +55,22 @@ def project(
     return off, mean(target) - off
 
 
-def order_parameters(coordinates: Float[Array, "d"], task: Task | ContentTask | SymmetricTask, kind: Attention) -> AnyOrderParameters:
+def order_parameters(
+    coordinates: Float[Array, "d"], task: Task | ContentTask | SymmetricTask, kind: Attention
+) -> AnyOrderParameters:
     """All order parameters at a point of the symmetric subspace."""
     if isinstance(task, ContentTask):
         return content_order_parameters(coordinates, task, kind)
     if isinstance(task, SymmetricTask):
-        found = parts(lift_classes(coordinates, task, kind), task, kind)
-        leading = jnp.argmax(found.aG)
-        return OrderParameters(*(values[leading] for values in (found.c1, found.cG, found.a1, found.aG)), found.loss)
+        return order_of(parts(lift_classes(coordinates, task, kind), task, kind))
     logits = lift(coordinates, task.target)
     matrix = attention(logits, kind, task.prior.length, task.layout.columns)
     off, excess = project(matrix, task.target, task.layout)
     loss = loss_per_token(logits, task, kind)
     return OrderParameters(coordinates[0], coordinates[1], task.prior.length * off, excess, jnp.asarray(loss))
+
+
+def order_of(found: Parts) -> OrderParameters:
+    """Those of the leading head, the one with the largest aG."""
+    leading = found.aG.argmax()
+    return OrderParameters(*(values[leading] for values in (found.c1, found.cG, found.a1, found.aG)), found.loss)

@@ -52,7 +52,11 @@ def _search_symmetric(
     places = [*np.linspace(lower, upper, PLACES + 2)[1:-1], *(place + sign * 0.02 for place in events for sign in (-1, 1))]
     _keep_one_of_each(system, task, pieces)
     for log_p in sorted(place for place in places if lower < place < upper):
-        known = [canonical(other.z, system.order, task, system.kind) for piece in pieces if (other := minimum_on(system, piece, log_p))]
+        known = [
+            canonical(other.z, system.order, task, system.kind)
+            for piece in pieces
+            if (other := minimum_on(system, piece, log_p))
+        ]
         for start in begin:
             place = canonical(system.descend(start, log_p), system.order, task, system.kind)
             if _is_known(place, known, (1,), 1e-2):

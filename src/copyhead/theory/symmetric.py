@@ -7,6 +7,7 @@ value is zero, so that a class less is free.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,6 @@ from copyhead.model.moments import Correlated, Independent
 from copyhead.model.prior import Prior, logit_energy, prior
 from copyhead.problem import Attention, Problem, ProblemError
 
-
 # Largest V of correlated tokens: each evaluation of S takes a V x V system, and the Hessian one for each lag.
 MOST_CORRELATED = 1000
 # Stands for nothing where a sum of weights may be empty; what is divided by it is zero.
@@ -31,8 +31,9 @@ _TINY = 1e-300
 class SymmetricTask(NamedTuple):
     """A task and the subspace in which its stationary points are sought. Coordinates: head, row class, entry class.
 
-    heads: (H,) ones. classes: multiplicities of the classes. index: class of each of the L x L entries where data need the full
-    matrix, else None. row: class of each position, -1 where it is not scored. target, layout: of the classes, or with an index of the full matrix.
+    heads: (H,) ones. classes: multiplicities of the classes. index: class of each of the L x L entries where the data need the
+    full matrix, else None. row: class of each position, -1 where it is not scored. target, layout: of the classes, or with an
+    index of the full matrix.
     """
 
     heads: Float[Array, "H"]
@@ -81,7 +82,7 @@ def _lag_task(problem: Problem, law: tokens.Law, target: Float[np.ndarray, "L L"
     """Correlated tokens in the cyclic model: A and G are circulant, one class for each lag; those of the target first."""
     if problem.lags is None or not problem.cyclic:
         raise ProblemError(
-            f"tokens = {problem.tokens!r}: correlated tokens have a symmetric subspace only with cyclic = True and a target of lags"
+            f"tokens = {problem.tokens!r}: correlated tokens need cyclic = True and a target of lags (else no symmetry)"
         )
     if problem.vocab > MOST_CORRELATED:
         raise ProblemError(
@@ -107,8 +108,8 @@ def at_sequences(task: SymmetricTask, sequences: float | Float[Array, ""]) -> Sy
 def _free(task: SymmetricTask) -> Int[np.ndarray, "d"]:
     """Places of the coordinates of linear attention among all entries by class.
 
-    G_h (x) W_h, summed over heads, and both priors do not change if the heads are rotated into one another: in head h the first h
-    entries are rotated to zero, or every minimum would have flat directions.
+    G_h (x) W_h, summed over heads, and both priors do not change if the heads are rotated into one another: in head h the first
+    h entries are rotated to zero, or every minimum would have flat directions.
     """
     heads, rows, entries = task.shape
     inside = np.arange(rows * entries) >= np.arange(heads)[:, None]
@@ -298,6 +299,7 @@ def _principal(logits: Array, matrices: Array) -> tuple[Array, Array]:
     return jnp.einsum("hg,hrk->grk", turn, logits), jnp.einsum("hg,hrk->grk", turn, matrices)
 
 
+@partial(jax.jit, static_argnames="kind")
 def parts(logits: Float[Array, "H R K"], task: SymmetricTask, kind: Attention) -> Parts:
     """Order parameters by head, row and class of logits in the layout of the task."""
     matrices = _attended(logits, task, kind)

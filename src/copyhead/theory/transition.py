@@ -20,11 +20,12 @@ import numpy as np
 from copyhead.problem import Attention, Problem
 from copyhead.theory import scalar
 from copyhead.theory.action import CopyTask, at, copy_task
-from copyhead.theory.continuation import Branch, Segment, follow, minimum_on, segments, switch
+from copyhead.theory.continuation import Segment, follow, minimum_on, segments, switch
 from copyhead.theory.leading_order import cost_ratio, leading_order
-from copyhead.theory.order_parameters import AnyOrderParameters, order_parameters
+from copyhead.theory.order_parameters import AnyOrderParameters, OrderParameters, order_parameters
 from copyhead.theory.saddle_point import QUICK_COMPILATION, Point, System
 from copyhead.theory.search import search_disconnected
+from copyhead.theory.symmetric import Parts, SymmetricTask, at_sequences, lift, parts
 
 Kind = Literal["first-order", "second-order", "crossover"]
 Verdict = Literal["first-order", "second-order", "crossover", "undetermined"]
@@ -49,12 +50,32 @@ class Transition(NamedTuple):
 
 
 class Minimum(NamedTuple):
-    """A minimum of the action at one P. lowest: lowest Hessian eigenvalue in whitened coordinates, one for the bare prior."""
+    """A minimum of the action at one P. lowest: lowest Hessian eigenvalue in whitened coordinates, one for the bare prior.
+
+    Beyond the paper's task. rows: cG of the leading head by position, None where a position is not scored. heads: cG by head,
+    in falling order of aG. classes: mean attention of the leading head on each class of entries.
+    """
 
     order_parameters: AnyOrderParameters
     action: float
     metastable: bool
     lowest: float
+    rows: tuple[float | None, ...] = ()
+    heads: tuple[float, ...] = ()
+    classes: tuple[float, ...] = ()
+
+
+def described(found: Parts, task: SymmetricTask, kind: Attention, action: float, metastable: bool, lowest: float) -> Minimum:
+    """A minimum beyond the paper's task."""
+    aG, cG, rows, classes = (np.asarray(part) for part in (found.aG, found.cG, found.rows, found.classes))
+    sign = np.where((aG < 0) & (kind == "linear"), -1.0, 1.0)  # (G_h, W_h) and (-G_h, -W_h) are equally good
+    order = np.argsort(-sign * aG, kind="stable")
+    first = order[0]
+    state = OrderParameters(*(float(sign[first] * part[first]) for part in found[:4]), float(found.loss))
+    by_position = rows[first] if task.index is None else np.repeat(cG[first], len(task.row))
+    positions = tuple(float(sign[first] * by_position[row]) if row >= 0 else None for row in np.asarray(task.row))
+    by_head = tuple(float(value) for value in (sign * cG)[order])
+    return Minimum(state, action, metastable, lowest, positions, by_head, tuple(map(float, sign[first] * classes[first])))
 
 
 @partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
@@ -69,7 +90,8 @@ MOST_GROWN = 8
 def search_range(problem: Problem) -> tuple[float, float]:
     """Range of P that holds every transition: beyond all scales of the action."""
     scales = leading_order(problem)
-    return min(scales) * cost_ratio(problem) / 100, max(scales) * 50
+    weights = [abs(weight) for weight in (problem.lags or {1: 1.0}).values()]  # S depends on P times the square of T
+    return min(scales) * cost_ratio(problem) / 100 / max(weights) ** 2, max(scales) * 50 / max(weights) ** 2
 
 
 @dataclass(frozen=True)
@@ -109,10 +131,16 @@ class Phases:
                 f"sequences = {sequences:g}: must be within the searched range "
                 f"{math.exp(self.lower):.3g} .. {math.exp(self.upper):.3g}"
             )
-        return [
-            Minimum(self.observe(point), point.action, index > 0, point.lowest)
-            for index, (_, point) in enumerate(self.points(log_p))
-        ]
+        return [self._minimum(point, index > 0) for index, (_, point) in enumerate(self.points(log_p))]
+
+    def _minimum(self, point: Point, metastable: bool) -> Minimum:
+        task, kind = self.system.task, self.system.kind
+        if not isinstance(task, SymmetricTask):
+            return Minimum(self.observe(point), point.action, metastable, point.lowest)
+        with jax.enable_x64(True):
+            found = parts(lift(self.system.coordinates(point.z), task, kind), at_sequences(task, np.exp(point.log_p)), kind)
+            found = Parts(*map(np.asarray, found))
+        return described(found, task, kind, point.action, metastable, point.lowest)
 
     @cached_property
     def transitions(self) -> tuple[Transition, ...]:
