@@ -6,9 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from copyhead.model.tokens import law
 from copyhead.problem import Problem
+from copyhead.record import plain
+from copyhead.theory.front import Front, Passing
 from copyhead.theory.leading_order import LeadingOrder, leading_order
-from copyhead.theory.transition import Minimum, Phases, Transition, Verdict, phases
+from copyhead.theory.solution import Solution, solve
+from copyhead.theory.transition import Minimum, Phases, Transition, Verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,17 +27,20 @@ class Prediction:
     state: every minimum at problem.sequences, the global one first; None if the problem has no P. Linear attention has
     with each minimum also its mirror image (G, W) -> (-G, -W), which is not listed.
     status: "ok", or why the verdict is not to be trusted.
+    leading_order: None where the problem has none, beyond the paper's task.
+    front: where each row passes cG = 1, and where it jumps, under a causal mask; else None.
     finite_chi: the same at problem.chi, to one loop; None unless asked for.
     """
 
     problem: Problem
     verdict: Verdict
     transitions: tuple[Transition, ...]
-    leading_order: LeadingOrder
+    leading_order: LeadingOrder | None
     state: tuple[Minimum, ...] | None
     status: str
-    phases: Phases
+    phases: Solution
     finite_chi: AtFiniteChi | None = None
+    front: tuple[Passing, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, as `copyhead predict --json` prints them."""
@@ -50,7 +57,7 @@ class Prediction:
                 }
                 for transition in self.transitions
             ],
-            "leading_order": self.leading_order._asdict(),
+            "leading_order": None if self.leading_order is None else self.leading_order._asdict(),
             "status": self.status,
         }
         if self.state is not None:
@@ -60,12 +67,26 @@ class Prediction:
                     "action": minimum.action,
                     "metastable": minimum.metastable,
                     "lowest_eigenvalue": minimum.lowest,
+                    **self._details(minimum),
                 }
                 for minimum in self.state
             ]
+        if self.front is not None:
+            record["front"] = plain([one._asdict() for one in self.front])
         if self.finite_chi is not None:
             record["finite_chi"] = self.finite_chi.to_dict()
         return record
+
+    def _details(self, minimum: Minimum) -> dict[str, Any]:
+        """What a minimum has beyond the paper's order parameters, where it says something."""
+        problem, found = self.problem, {}
+        if problem.causal:
+            found["rows"] = list(minimum.rows)
+        if problem.heads > 1:
+            found["heads"] = list(minimum.heads)
+        if problem.lags is not None and (len(problem.lags) > 1 or problem.target != "lag:1"):
+            found["lags"] = attention_by_lag(problem, minimum)
+        return found
 
     def plot(self) -> Figure:
         """Order parameters and loss against P: minima as lines, metastable ones dashed, the window shaded."""
@@ -78,28 +99,69 @@ class Prediction:
         lines = [
             f"{self.verdict} ({p.attention} attention, L = {p.length}, V = {p.vocab}, sigma^2 = {p.noise:g}, "
             f"g_W = {p.logit_variance:g}, g_O = {p.output_variance:g}, tau_x = {p.token_scale:g}"
-            f"{', attention reads the tokens' if p.content else ''}; chi -> infinity)"
+            f"{', attention reads the tokens' if p.content else ''}{''.join(f', {part}' for part in p.beyond)}; chi -> infinity)"
         ]
         leading = self.leading_order
-        copying = ("Eq. 21", leading.copying_softmax) if p.attention == "softmax" else ("Eq. 17", leading.copying_linear)
-        pooling = ("Eq. 16", leading.pooling)
-        for t in self.transitions:
-            equation, scale = pooling if t.pools else copying
+        scales = (None, None, None) if leading is None else (leading.copying_softmax, leading.copying_linear, leading.pooling)
+        copying = ("Eq. 21", scales[0]) if p.attention == "softmax" else ("Eq. 17", scales[1])
+        pooling = "Eq. 16", scales[2]
+        shown = self.transitions if len(self.transitions) <= MOST_SHOWN else self.transitions[-MOST_SHOWN:]
+        if len(shown) < len(self.transitions):
+            lines.append(f"  {len(self.transitions)} transitions from P = {self.transitions[0].P:.6g} on, the last ones are")
+        for t in shown:
             window = f", coexistence {t.window[0]:.6g} .. {t.window[1]:.6g}" if t.window else ""
-            lines.append(
-                f"  {t.kind} at P = {t.P:.6g}{window}; leading order ({equation}) {scale:.4g}, ratio {t.P / scale:.3f}"
-            )
+            equation, scale = pooling if t.pools else copying
+            ratio = f"; leading order ({equation}) {scale:.4g}, ratio {t.P / scale:.3f}" if scale else ""
+            lines.append(f"  {t.kind} at P = {t.P:.6g}{window}{ratio}")
             for name, state in (("before", t.before), ("after ", t.after)) if t.window else (("there ", t.before),):
                 lines.append("    " + name + "  " + "  ".join(f"{k} {v:.5g}" for k, v in state._asdict().items()))
         for minimum in self.state or ():
             kind = "metastable" if minimum.metastable else "global"
             values = "  ".join(f"{k} {v:.5g}" for k, v in minimum.order_parameters._asdict().items())
             lines.append(f"  minimum at P = {p.sequences:g} ({kind}): {values}  S {minimum.action:.6g}")
+            for name, detail in self._details(minimum).items():
+                lines.append(f"    {name}: {_listed(detail)}")
+        if self.front is not None:
+            lines.append("  front: P where the row with n allowed positions passes cG = 1")
+            lines += [f"    n = {one.n}: {_passing(one)}" for one in self.front if one.n in _shown_rows(self.front)]
         if self.finite_chi is not None:
             lines += self.finite_chi.lines()
         if self.status != "ok":
             lines.append(f"  status: {self.status}")
         return "\n".join(lines)
+
+
+# Transitions that are printed; with --json all are.
+MOST_SHOWN = 4
+
+
+def attention_by_lag(problem: Problem, minimum: Minimum) -> dict[str, float]:
+    """Mean attention of the leading head on one position of each lag of the target."""
+    lags = problem.lags or {}
+    values = sorted(set(lags.values()), key=lambda weight: (-abs(weight), -weight))
+    if law(problem).independent:  # lags of equal weight are one class
+        return {str(lag): minimum.classes[values.index(weight)] for lag, weight in lags.items()}
+    return {str(lag): minimum.classes[k] for k, lag in enumerate(sorted(lags, key=lambda lag: -abs(lags[lag])))}
+
+
+def _listed(detail: Any) -> str:
+    if isinstance(detail, dict):
+        return "  ".join(f"lag {lag} {value:.5g}" for lag, value in detail.items())
+    return "  ".join("-" if value is None else f"{value:.4g}" for value in detail)
+
+
+def _shown_rows(front: tuple[Passing, ...]) -> set[int]:
+    """Row lengths that are printed: powers of two, and the last."""
+    return {one.n for one in front if one.n & (one.n - 1) == 0} | {front[-1].n}
+
+
+def _passing(one: Passing) -> str:
+    if one.sides is None or one.window is None or one.jump is None:
+        return f"{one.P:.6g}"
+    return (
+        f"{one.P:.6g}; jumps at {one.jump:.6g} from cG {one.sides[0]:.4g} to {one.sides[1]:.4g}, two minima from "
+        f"{one.window[0]:.6g} to {one.window[1]:.6g}"
+    )
 
 
 def predict(problem: Problem, finite_chi: bool = False) -> Prediction:
@@ -118,17 +180,19 @@ def predict(problem: Problem, finite_chi: bool = False) -> Prediction:
         from copyhead.theory.effective_action import gaussian_task
 
         gaussian_task(problem)  # refuses what the expansion does not cover before a search that may take long
-    found = phases(problem.replace(sequences=None))
+    found = solve(problem.replace(sequences=None))
     here, state, expanded = found, None, None
     if problem.sequences is not None:
         # outside the range of the transitions the branches are followed that far
-        here = found if found.lower <= math.log(problem.sequences) <= found.upper else phases(problem)
+        here = found if found.lower <= math.log(problem.sequences) <= found.upper else solve(problem)
         state = tuple(here.minima(problem.sequences))
-    if finite_chi:
+    if finite_chi and isinstance(here, Phases):
         from copyhead.finite_chi import at_finite_chi
 
         expanded = at_finite_chi(problem, here)
     status = "ok" if found.complete else "incomplete: a branch of minima could not be followed to the end of the range of P"
     if state == ():
         status = f"incomplete: no minimum was found at P = {problem.sequences:g}"
-    return Prediction(problem, found.verdict, found.transitions, leading_order(problem), state, status, found, expanded)
+    scales = None if problem.beyond else leading_order(problem)
+    front = found.passing if isinstance(found, Front) else None
+    return Prediction(problem, found.verdict, found.transitions, scales, state, status, found, expanded, front)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from scipy.interpolate import PchipInterpolator
+from scipy.interpolate import CubicSpline, PchipInterpolator
 from scipy.optimize import root
 
 from copyhead.model import tokens
@@ -309,9 +309,9 @@ class Front:
                 found.append(Transition("first-order", one.jump, one.window, before, after))
         if found:
             return tuple(sorted(found, key=lambda transition: transition.P))
-        mean = PchipInterpolator([math.log(one.P) for one in self.best], [one.excess.mean() for one in self.best])
+        mean = CubicSpline([math.log(one.P) for one in self.best], [one.excess.mean() for one in self.best])
         fine = np.linspace(self.lower, self.upper, 4000)
-        slopes = mean.derivative()(fine)
+        slopes = mean(fine, 1)
         top = int(np.argmax(slopes))
         if top in (0, len(fine) - 1):
             return ()
