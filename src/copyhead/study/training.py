@@ -32,8 +32,8 @@ from copyhead.theory import flow
 from copyhead.theory.flow import Levels, Passage, Slowing, State, Trajectory
 from copyhead.theory.transition import Phases, phases
 
-# Gradient descent by default: this part of the largest stable learning rate, and of the time of the fastest growth. The error of
-# a curve is of first order in eta; with these it stays below the 2% that it is meant to.
+# Learning rate by default: this part of the largest stable one, and of the time of the fastest growth. The error of a curve is
+# of first order in eta; with these it stays below 2%.
 OF_LIMIT, OF_GROWTH = 0.1, 0.01
 # Time that is trained for, in times of the jump of the theory; data sets of late jumps need more than one.
 BEYOND = 2.5
@@ -44,6 +44,8 @@ MOST_STEPS = 3_000_000
 ADAM = AdamSettings(4000, 0.03)
 # Default P: factors of the two folds, and of the place of the last transition if it is continuous.
 BELOW, ABOVE, AROUND = (0.7, 0.9), (1.03, 1.08, 1.2, 1.4, 1.7, 2.2), (0.6, 0.8, 1.05, 1.3, 1.7, 2.3)
+# Points of the theory against P, from this distance to the fold, relative.
+POINTS, NEAR = 24, 3e-3
 DISTANCES = np.geomspace(1e-1, 1e-4, 13)
 SCALES = (1e-4, 1e-3, 1e-2, 0.05, 0.2)
 FRACTIONS = (0.02, 0.05, 0.1, 0.2, 0.4)
@@ -54,7 +56,9 @@ class TrainingSettings(Record):
     """How training time is measured."""
 
     rate: float | None = Field(default=None, gt=0, description="eta, learning rate of gradient descent")
-    scale: float = Field(default=0.01, gt=0, le=1, description="standard deviation of the entries of G and W at the small start")
+    scale: float = Field(
+        default=0.01, gt=0, le=1, description="standard deviation of the entries of G and W at the small start"
+    )
     seeds: int = Field(default=8, ge=2, le=1000, description="number of data sets and starts at each P")
     steps: int | None = Field(default=None, ge=RECORDS - 1, le=MOST_STEPS, description="steps of gradient descent")
     grid: tuple[float, ...] | None = Field(default=None, description="P of the jump times: numbers > 0")
@@ -76,9 +80,10 @@ class Measured(NamedTuple):
 class Place(NamedTuple):
     """One P. levels, theory: of the flow from the start of typical size. rate, limit: learning rate and its stability limit.
 
-    steps: of gradient descent. population: tau of the jump on population moments. deviation: largest distance of its curves from
-    those of the flow, over the range of the flow. data: tau over data sets. paired: tau of the flow, each from the projection of
-    the start that was trained. z: mean of data - paired in its standard errors, nan unless all jumped. adam: steps over data sets.
+    steps: of gradient descent. population: tau of the jump on population moments. deviation: largest distance of its curves
+    from those of the flow, over the range of the flow. data: tau over data sets. paired: tau of the flow, each from the
+    projection of the start that was trained. z: mean of data - paired in its standard errors, nan unless all jumped.
+    adam: steps of Adam over data sets.
     """
 
     P: int
@@ -114,12 +119,23 @@ class Sweep(NamedTuple):
     deviation: Float[np.ndarray, "n"]
 
 
+class Line(NamedTuple):
+    """The theory against P from one start of typical size, see `Passage`; from the fold to the last P of the grid."""
+
+    start: Start
+    sequences: Float[np.ndarray, "n"]
+    time: Float[np.ndarray, "n"]
+    plateau: Float[np.ndarray, "n"]
+    length: Float[np.ndarray, "n"]
+
+
 @dataclass(frozen=True)
 class Training:
     """Training times of one problem. main: the place whose curves are kept. slowing: by start, empty without folds."""
 
     problem: Problem
     settings: TrainingSettings
+    lines: tuple[Line, ...]
     places: tuple[Place, ...]
     main: Place
     curves: Curves
@@ -138,6 +154,7 @@ class Training:
         return plain({
             "problem": self.problem.model_dump(),
             "settings": self.settings.model_dump(),
+            "lines": [one._asdict() for one in self.lines],
             "places": [_nested(place) for place in self.places],
             "main": self.main.P,
             "curves": {"theory": self.curves.theory._asdict(), **curves},
@@ -151,14 +168,14 @@ class Training:
         lines = [
             f"{self.problem.attention} attention, initial scale {self.settings.scale:g}, tau = eta * step",
             "     P  start  theory           tau  plateau aG (length)      eta  population  largest deviation  "
-            "data sets +- error (scatter)  jumped      z  Adam steps",
+            "data sets +- error (scatter)  jumped  flow from their starts      z  Adam steps",
         ]
         for one in self.places:
             plateau = f"{one.theory.plateau:.5f} ({one.theory.length:.2f})" if one.theory.plateau == one.theory.plateau else "-"
             lines.append(
                 f"{one.P:6d}  {one.start:5s}  {one.theory.status:13s}  {one.theory.time:7.3f}  {plateau:>19s}  {one.rate:.5f}  "
                 f"{one.population:10.3f}  {max(one.deviation.values()):16.2%}   {one.data.mean:9.3f} +- {one.data.error:.3f} "
-                f"({one.data.scatter:.3f})  {one.data.jumped:3d}/{len(one.data.values)}  {one.z:6.1f}  {one.adam.mean:7.0f}"
+                f"({one.data.scatter:.3f})  {one.data.jumped:3d}/{len(one.data.values)}  {one.paired.mean:22.3f} {one.z:6.1f}  {one.adam.mean:7.0f}"
             )
         for one in self.slowing:
             lines.append(
@@ -208,7 +225,7 @@ def grid_of(problem: Problem, settings: TrainingSettings, found: Phases) -> tupl
 def stages(problem: Problem, settings: TrainingSettings) -> int:
     """At most as many times does `study` report."""
     count = len(settings.grid) if settings.grid else max(len(BELOW) + 1 + len(ABOVE), len(AROUND))
-    return count + 3
+    return count + 3 + (problem.sequences is not None)
 
 
 def study(
@@ -232,12 +249,14 @@ def study(
     for place in grid:
         start: Start = "copy" if jump is not None and jump.window is not None and place < jump.window[0] else "small"
         plans.append(_plan(problem.replace(sequences=float(place)), start, settings, found))
+    lines = _lines(problem, settings, found, grid)
     report("theory")
     places, kept = [], None
+    chosen = plans[grid.index(main)]
     for plan in plans:
         one, curves = _place(plan, settings)
         places.append(one)
-        if one.P == main:
+        if plan is chosen:
             kept = one, plan, curves
         report(f"P = {one.P}")
     assert kept is not None
@@ -248,7 +267,29 @@ def study(
     report("slowing down")
     seconds = time.perf_counter() - begun
     kept_slow = tuple(one for one in slow if one is not None)
-    return Training(problem, settings, tuple(places), kept[0], kept[2], scales, rates, kept_slow, seconds)
+    return Training(problem, settings, lines, tuple(places), kept[0], kept[2], scales, rates, kept_slow, seconds)
+
+
+def _lines(problem: Problem, settings: TrainingSettings, found: Phases, grid: list[int]) -> tuple[Line, ...]:
+    jump = flow.jump_of(found)
+    wanted: list[tuple[Start, Float[np.ndarray, "n"]]] = []
+    if jump is None or jump.window is None:
+        wanted.append(("small", np.geomspace(grid[0], grid[-1], POINTS)))
+    else:
+        below, above = 1 - grid[0] / jump.window[0], grid[-1] / jump.window[1] - 1
+        if below > NEAR:
+            wanted.append(("copy", jump.window[0] * (1 - np.geomspace(NEAR, below, POINTS))))
+        if above > NEAR:
+            wanted.append(("small", jump.window[1] * (1 + np.geomspace(NEAR, above, POINTS))))
+    lines = []
+    for start, sequences in wanted:
+        passages = []
+        for value in sequences:
+            here = problem.replace(sequences=float(value))
+            begin = flow.initial(here, start, settings.scale)
+            passages.append(flow.passage(here, begin, flow.levels(here, start, found)))
+        lines.append(Line(start, sequences, *(np.array([getattr(one, key) for one in passages]) for key in Line._fields[2:])))
+    return tuple(lines)
 
 
 class _Plan(NamedTuple):
@@ -283,7 +324,9 @@ def _plan(problem: Problem, start: Start, settings: TrainingSettings, found: Pha
     steps = settings.steps or max(RECORDS - 1, math.ceil(duration / rate))
     if steps > MOST_STEPS:
         least = duration / MOST_STEPS
-        raise ProblemError(f"rate = {rate:g}: must be at least {least:.2g} {at}, where the jump takes more than {MOST_STEPS} steps")
+        raise ProblemError(
+            f"rate = {rate:g}: must be at least {least:.2g} {at}, where the jump takes more than {MOST_STEPS} steps"
+        )
     return _Plan(problem, start, between, begin, theory, duration, rate, limit, steps)
 
 
@@ -337,7 +380,7 @@ def _population(
     """Gradient descent on population moments from a symmetric start, the flow at its records, and how far they are apart."""
     problem, vocab = plan.problem, plan.problem.vocab
     target = targets.shift(problem.length, cyclic=problem.cyclic)
-    scored = layout_rows(target)
+    scored = np.any(target != 0, axis=1, keepdims=True)  # the other rows stay zero
     logits = scored * (begin.c1 + begin.cG * target)
     output = begin.w_o * np.eye(vocab) + (begin.w_u - begin.w_o) / vocab
     expected = moments.expected(tokens.uniform(vocab), float(problem.sequences or 0), problem.length)
@@ -346,11 +389,6 @@ def _population(
     seen = recorded.train(problem, weights, data, DescentSettings(rate), records)
     theory = flow.flow(problem, begin, rate * records)
     return seen, theory, deviations(seen, theory)
-
-
-def layout_rows(target: Float[np.ndarray, "L L"]) -> Float[np.ndarray, "L 1"]:
-    """One for the rows that are scored: the others stay zero."""
-    return np.any(target != 0, axis=1, keepdims=True).astype(float)
 
 
 def deviations(seen: Recorded, theory: Trajectory) -> dict[str, float]:

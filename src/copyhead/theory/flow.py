@@ -1,4 +1,4 @@
-"""Gradient flow on E(G, W) from population moments: plateau, time of the jump, slowing down at the folds (theory.md section 15).
+"""Gradient flow on E(G, W), population moments: plateau, time of the jump, slowing down at the folds (theory.md section 15).
 
 Gradient descent theta' = theta - eta grad E of all entries of G and W, small eta, is the flow d theta / d tau = -grad E in the
 time tau = eta * steps. Population moments keep the weights in the symmetric subspace
@@ -57,7 +57,7 @@ class State(NamedTuple):
 
 
 class Trajectory(NamedTuple):
-    """The flow at given times (n). loss: per token on the population, at the W of that time. energy: E. speed: |d theta / d tau|.
+    """The flow at given times (n). loss: per token on the population. energy: E. speed: |d theta / d tau| of all weights.
 
     converged: whether the solver reached the last time; what it did not reach is nan.
     """
@@ -78,7 +78,8 @@ class Trajectory(NamedTuple):
 class Levels(NamedTuple):
     """aG before and after the jump of a run from one start at one P, by the minima of the action; nan where it has no jump.
 
-    before: at the fold that the branch of the start ends in (zero without a fold). after: on the other branch at this P. fold: P.
+    before: at the fold that the branch of the start ends in (zero without a fold). after: on the other branch at this P.
+    fold: its P.
     """
 
     start: Start
@@ -252,9 +253,7 @@ def _observe(
 
 
 @partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
-def _curvatures(
-    states: Float[Array, "n 4"], task: Task, gram: Float[Array, "4 4"], kind: Attention
-) -> Float[Array, "n 4"]:
+def _curvatures(states: Float[Array, "n 4"], task: Task, gram: Float[Array, "4 4"], kind: Attention) -> Float[Array, "n 4"]:
     root = jnp.linalg.inv(jnp.linalg.cholesky(gram))
     hessians = jax.vmap(lambda y: root @ jax.hessian(reduced_energy)(y, task, kind) @ root.T)(states)
     return jnp.linalg.eigvalsh(hessians)
@@ -274,7 +273,7 @@ def flow(problem: Problem, start: State, times: Float[np.ndarray, "n"]) -> Traje
         )
         kept = np.where(np.isfinite(states), states, np.nan)
         observed = [np.asarray(part) for part in _observe(kept, task, gram, problem.attention)]
-    return Trajectory(times, *kept.T, *observed, bool(success))
+    return Trajectory(times, *kept.T, *observed, converged=bool(success))
 
 
 def curvatures(problem: Problem, states: Float[np.ndarray, "n 4"]) -> Float[np.ndarray, "n 4"]:
@@ -284,8 +283,10 @@ def curvatures(problem: Problem, states: Float[np.ndarray, "n 4"]) -> Float[np.n
 
 
 class Rates(NamedTuple):
-    """Learning rates eta of gradient descent along a flow. limit: 2 / (largest curvature), beyond it unstable. growth: the fastest
-    exponential growth, minus the lowest curvature (at least zero)."""
+    """What bounds the learning rate along a flow. limit: 2 / (largest curvature), beyond which gradient descent is unstable.
+
+    growth: the fastest exponential growth, minus the lowest curvature; zero if that is positive.
+    """
 
     limit: float
     growth: float
@@ -319,8 +320,9 @@ def levels(problem: Problem, start: Start, found: Phases | None = None) -> Level
     jump = jump_of(found)
     if jump is None or jump.window is None:
         after = float(found.minima(sequences)[0].order_parameters.aG)
-        gone = start == "copy" or abs(after) < 1e-9
-        return Levels(start, *((math.nan,) * 2 if gone else (0.0, abs(after))), math.nan)
+        if start == "copy" or abs(after) < 1e-9:
+            return Levels(start, math.nan, math.nan, math.nan)
+        return Levels(start, 0.0, abs(after), math.nan)
     lower, upper = jump.window
     rising = start == "small"
     if sequences <= lower if rising else sequences >= upper:  # there is no other branch
@@ -390,13 +392,13 @@ def slowing(
     scale: float = 0.01,
     found: Phases | None = None,
 ) -> Slowing | None:
-    """Times of the jump beyond the fold that ends the branch of `start`, rates before it; None without a first-order transition.
+    """Times of the jump beyond the fold that the branch of `start` ends in, rates before it; None if there are no folds.
 
     Raises:
         ProblemError: see `task_of`; unless the distances fall, between 0 and 1.
     """
     distances = np.asarray(distances, float)
-    if len(distances) < 2 or not (np.all(np.diff(distances) < 0) and 0 < distances[-1] and distances[0] < 1):
+    if len(distances) < 2 or not (np.all(np.diff(distances) < 0) and distances[-1] > 0 and distances[0] < 1):
         raise ProblemError("distances: must be at least two numbers between 0 and 1 that fall")
     found = found or phases(problem)
     jump = jump_of(found)
@@ -408,11 +410,11 @@ def slowing(
     for distance in distances:
         beyond, before = (problem.replace(sequences=fold * (1 + sign * side * distance)) for sign in (1, -1))
         times.append(passage(beyond, initial(beyond, start, scale), levels(beyond, start, found), plateau=False).time)
-        rates.append(relaxation(before, not small, found) if jump.window[0] < before.sequences < jump.window[1] else math.nan)
+        inside = jump.window[0] < fold * (1 - side * distance) < jump.window[1]
+        rates.append(relaxation(before, not small, found) if inside else math.nan)
     time, rate = np.array(times), np.array(rates)
-    return Slowing(
-        start, fold, distances, time, rate, *(_local(distances, values) for values in (time, rate)), time * rate / (2 * math.pi)
-    )
+    exponents = _local(distances, time), _local(distances, rate)
+    return Slowing(start, fold, distances, time, rate, *exponents, product=time * rate / (2 * math.pi))
 
 
 def _local(distances: Float[np.ndarray, "n"], values: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n-1"]:
