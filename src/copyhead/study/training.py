@@ -170,13 +170,7 @@ class Training:
             "     P  start  theory           tau  plateau aG (length)      eta  population  largest deviation  "
             "data sets +- error (scatter)  jumped  flow from their starts      z  Adam steps",
         ]
-        for one in self.places:
-            plateau = f"{one.theory.plateau:.5f} ({one.theory.length:.2f})" if one.theory.plateau == one.theory.plateau else "-"
-            lines.append(
-                f"{one.P:6d}  {one.start:5s}  {one.theory.status:13s}  {one.theory.time:7.3f}  {plateau:>19s}  {one.rate:.5f}  "
-                f"{one.population:10.3f}  {max(one.deviation.values()):16.2%}   {one.data.mean:9.3f} +- {one.data.error:.3f} "
-                f"({one.data.scatter:.3f})  {one.data.jumped:3d}/{len(one.data.values)}  {one.paired.mean:22.3f} {one.z:6.1f}  {one.adam.mean:7.0f}"
-            )
+        lines += [_row(one) for one in self.places]
         for one in self.slowing:
             lines.append(
                 f"slowing down beyond P = {one.fold:.3f} ({one.start} start): exponent {one.time_exponent[0]:.3f} at distance "
@@ -188,6 +182,17 @@ class Training:
             values = ", ".join(f"{value:.3g}: {expected:.3f} ({seen:.3f})" for value, expected, seen in pairs)
             lines.append(f"tau at P = {self.main.P} by theory (population) against {name}: {values}")
         return "\n".join(lines)
+
+
+def _row(one: Place) -> str:
+    """One line of the table."""
+    passed, data = one.theory, one.data
+    plateau = "-" if math.isnan(passed.plateau) else f"{passed.plateau:.5f} ({passed.length:.2f})"
+    return (
+        f"{one.P:6d}  {one.start:5s}  {passed.status:13s}  {passed.time:7.3f}  {plateau:>19s}  {one.rate:.5f}  "
+        f"{one.population:10.3f}  {max(one.deviation.values()):16.2%}   {data.mean:9.3f} +- {data.error:.3f} "
+        f"({data.scatter:.3f})  {data.jumped:3d}/{len(data.values)}  {one.paired.mean:22.3f}  {one.z:5.1f}  {one.adam.mean:10.0f}"
+    )
 
 
 def _nested(value: Any) -> Any:
