@@ -83,18 +83,21 @@ def test_flow_is_the_limit_of_gradient_descent_on_all_weights(x64, quick, attent
     start, duration = flow.initial(problem, "small", 0.1), 3.0
     slope = jax.grad(full_energy(problem), argnums=(0, 1))
 
-    def descended(steps: int) -> np.ndarray:
+    @jax.jit
+    def descend(weights, steps, rate):
         def step(_, weights):
-            return tuple(part - duration / steps * by for part, by in zip(weights, slope(*weights), strict=True))
+            return tuple(part - rate * by for part, by in zip(weights, slope(*weights), strict=True))
 
+        return jax.lax.fori_loop(0, steps, step, weights)
+
+    def descended(steps: int) -> np.ndarray:
         begin = tuple(jnp.asarray(part) for part in lifted(problem, start))
-        end = jax.jit(lambda weights: jax.lax.fori_loop(0, steps, step, weights))(begin)
-        return np.concatenate([np.asarray(part).ravel() for part in end])
+        return np.concatenate([np.asarray(part).ravel() for part in descend(begin, steps, duration / steps)])
 
-    theory = flow.flow(problem, start, np.array([0.0, 1.0, duration]))
+    theory = flow.flow(problem, start, np.linspace(0, duration, flow.LOOKS))
     end = lifted(problem, [theory.c1[-1], theory.cG[-1], theory.w_o[-1], theory.w_u[-1]])
     expected = np.concatenate([part.ravel() for part in end])
-    coarse, fine = descended(3000), descended(6000)
+    coarse, fine = descended(2000), descended(4000)
     errors = [np.abs(one - expected).max() for one in (coarse, fine)]
     assert errors[0] > 1e-5
     # of first order in eta, so half the step halves the error, and extrapolation removes it up to eta^2

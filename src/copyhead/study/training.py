@@ -191,7 +191,8 @@ def _row(one: Place) -> str:
     return (
         f"{one.P:6d}  {one.start:5s}  {passed.status:13s}  {passed.time:7.3f}  {plateau:>19s}  {one.rate:.5f}  "
         f"{one.population:10.3f}  {max(one.deviation.values()):16.2%}   {data.mean:9.3f} +- {data.error:.3f} "
-        f"({data.scatter:.3f})  {data.jumped:3d}/{len(data.values)}  {one.paired.mean:22.3f}  {one.z:5.1f}  {one.adam.mean:10.0f}"
+        f"({data.scatter:.3f})  {data.jumped:3d}/{len(data.values)}  {one.paired.mean:22.3f}  {one.z:5.1f}  "
+        f"{one.adam.mean:10.0f}"
     )
 
 
