@@ -241,13 +241,14 @@ def train_curve(
     settings = TrainingSettings(**chosen)
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ProblemError(f"out = {str(out)!r}: must be a new or empty folder")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
     with _Progress("training", stages(problem, settings)) as advance:
         found = study(problem, settings, lambda stage: advance(1))
     if out is not None:
         from copyhead.report.style import save
         from copyhead.report.training_figures import training_times
 
-        out.mkdir(parents=True, exist_ok=True)
         (out / "training.json").write_text(json.dumps(found.to_dict()), encoding="utf-8")
         save(training_times(found), out / "training.png", out / "training.svg")
     typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
