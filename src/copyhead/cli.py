@@ -233,12 +233,13 @@ def train_curve(
 
     - `copyhead train-curve --attention linear --grid 200,400,800 --json`
     """
-    from copyhead.study.training import TrainingSettings, stages, study
+    from copyhead.study.training import TrainingSettings, check, stages, study
 
     chosen: dict[str, Any] = _given(rate=rate, scale=scale, seeds=seeds, steps=steps)
     if grid is not None:
         chosen["grid"] = _numbers("grid", grid)
     settings = TrainingSettings(**chosen)
+    check(problem, settings)
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ProblemError(f"out = {str(out)!r}: must be a new or empty folder")
     if out is not None:

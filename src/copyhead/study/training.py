@@ -201,12 +201,22 @@ def _nested(value: Any) -> Any:
     return {key: _nested(part) for key, part in value._asdict().items()} if hasattr(value, "_asdict") else value
 
 
-def grid_of(problem: Problem, settings: TrainingSettings, found: Phases) -> tuple[list[int], int]:
-    """All P of a study in ascending order, and the main one.
+def check(problem: Problem, settings: TrainingSettings) -> None:
+    """What can be said before anything is solved.
 
     Raises:
-        ProblemError: unless every P that was given is an integer >= 1.
+        ProblemError: for a problem that the theory does not cover, a P that is no integer, or data that need too much memory.
     """
+    flow.task_of(problem.replace(sequences=problem.sequences or 1.0))
+    given = [*(settings.grid or ()), *([] if problem.sequences is None else [problem.sequences])]
+    for value in given:
+        if value < 1 or value != round(value):
+            raise ProblemError(f"sequences = {value:g}: must be an integer >= 1, since data sets are drawn")
+    refuse_too_large(problem, Network(), max(given, default=0.0))
+
+
+def grid_of(problem: Problem, settings: TrainingSettings, found: Phases) -> tuple[list[int], int]:
+    """All P of a study in ascending order, and the main one."""
     jump = flow.jump_of(found)
     if jump is not None and jump.window is not None:
         lower, upper = jump.window
@@ -216,10 +226,6 @@ def grid_of(problem: Problem, settings: TrainingSettings, found: Phases) -> tupl
         place = found.transitions[-1].P if found.transitions else math.exp((found.lower + found.upper) / 2)
         default, main = [place * factor for factor in AROUND], 1.05 * place
     asked = list(settings.grid or ())
-    given = [*asked, *([] if problem.sequences is None else [problem.sequences])]
-    for value in given:
-        if value < 1 or value != round(value):
-            raise ProblemError(f"sequences = {value:g}: must be an integer >= 1, since data sets are drawn")
     if problem.sequences is not None:
         main = problem.sequences
     elif asked:
@@ -242,11 +248,10 @@ def study(
     Above the upper fold training begins with small weights, below the lower one with a copy head: elsewhere it does not jump.
 
     Raises:
-        ProblemError: for a problem that the theory does not cover, a P that is no integer, or a learning rate that is unstable.
+        ProblemError: see `check`; for a learning rate that is unstable, or too small.
     """
     begun, settings = time.perf_counter(), settings or TrainingSettings()
-    flow.task_of(problem.replace(sequences=problem.sequences or 1.0))
-    refuse_too_large(problem, Network(), max([*(settings.grid or ()), problem.sequences or 0.0]))
+    check(problem, settings)
     found = phases(problem, reach=settings.grid or ())
     grid, main = grid_of(problem, settings, found)
     found = phases(problem, reach=grid) if max(grid) > math.exp(found.upper) else found
