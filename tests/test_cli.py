@@ -141,6 +141,10 @@ WRONG = [
     (["sample", "--at", "300", "--out", "no/draws.nc"], "out = 'no/draws.nc': its folder must exist"),
     (["sample", "--at", "300", "--head-dimension", "8"], "head_dimension = 8: "),
     (["fluctuations", "--chi", "5,-1"], "chi = '5,-1': must be positive numbers separated by commas"),
+    (["train-curve", "--at", "300.5"], "sequences = 300.5: must be an integer >= 1"),
+    (["train-curve", "--seeds", "1"], "seeds = '1': must be an integer >= 2"),
+    (["train-curve", "--grid", "a,b"], "grid = 'a,b': must be positive numbers separated by commas"),
+    (["train-curve", "--token-scale", "1"], "token_scale = 1: training time is known for token_scale = 0"),
     (["classify", "missing.csv"], "table = 'missing.csv': cannot be read"),
     (["classify", "/dev/null"], "table = '/dev/null': must have a header and at least one row"),
     (["classify"], "Missing argument 'TABLE.csv'"),
@@ -160,7 +164,7 @@ def test_wrong_input_is_answered_by_one_line(capsys, tmp_path, monkeypatch, argu
 
 
 def test_help_shows_examples(capsys):
-    for command in ("predict", "diagram", "reproduce", "sample", "fluctuations", "classify"):
+    for command in ("predict", "diagram", "reproduce", "sample", "fluctuations", "train-curve", "classify"):
         code, out, _ = run(capsys, command, "--help")
         assert code == 0
         assert f"copyhead {command}" in out

@@ -118,7 +118,7 @@ def predict(
 
 
 @app.command()
-@with_problem
+@partial(with_problem, without=("target",))
 def sample(
     problem: Problem,
     sampler: Annotated[str | None, typer.Option(help="hmc (default), mala, sgld, nuts or blackjax-hmc")] = None,
@@ -202,6 +202,57 @@ def fluctuations(
         save(comparison(found.compared), out / "comparison.png")
         save(approaches(found.approached), out / "precursors.png")
     typer.echo(json.dumps(finite_chi.records(found)) if as_json else finite_chi.text(found))
+
+
+@app.command()
+@with_problem
+def train_curve(
+    problem: Problem,
+    rate: Annotated[
+        str | None, typer.Option(help="eta of gradient descent (default: from the curvature of E)", metavar="FLOAT")
+    ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(help="standard deviation of the entries of G and W at the start (default 0.01)", metavar="FLOAT"),
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="number of data sets and starts (default 8)", metavar="INT")] = None,
+    steps: Annotated[
+        str | None, typer.Option(help="steps of gradient descent (default: 2.5 times those to the jump)", metavar="INT")
+    ] = None,
+    grid: Annotated[str | None, typer.Option(help="P of the jump times: P1,P2,... (default: around the folds)")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for figure and numbers, new or empty")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Training time: plateau and jump of the gradient flow against P, beside gradient descent and Adam.
+
+    --at is the P of the curves. From small weights above the upper fold, from a copy head below the lower one. Examples:
+
+    - `copyhead train-curve --out curve`
+
+    - `copyhead train-curve --at 360 --seeds 16 --scale 0.1`
+
+    - `copyhead train-curve --attention linear --grid 200,400,800 --json`
+    """
+    from copyhead.study.training import TrainingSettings, check, stages, study
+
+    chosen: dict[str, Any] = _given(rate=rate, scale=scale, seeds=seeds, steps=steps)
+    if grid is not None:
+        chosen["grid"] = _numbers("grid", grid)
+    settings = TrainingSettings(**chosen)
+    check(problem, settings)
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ProblemError(f"out = {str(out)!r}: must be a new or empty folder")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    with _Progress("training", stages(problem, settings)) as advance:
+        found = study(problem, settings, lambda stage: advance(1))
+    if out is not None:
+        from copyhead.report.style import save
+        from copyhead.report.training_figures import training_times
+
+        (out / "training.json").write_text(json.dumps(found.to_dict()), encoding="utf-8")
+        save(training_times(found), out / "training.png", out / "training.svg")
+    typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
 
 
 def _numbers(name: str, text: str) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ it. For the positional network the cost of a step does not depend on P: the data
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -70,14 +71,11 @@ def train(cells: Cells, path: Path, settings: AdamSettings, chunk: int | None = 
 @partial(jax.jit, static_argnames=("path", "settings"), compiler_options=COMPILATION)
 def descend(start: Any, data: Any, path: Path, settings: AdamSettings) -> tuple[Any, Float[Array, "cell"], Int[Array, "cell"]]:
     """All steps of one chunk: the weights, the largest gradient entry at the end, and the step of divergence."""
-    optimiser = optax.adam(optax.cosine_decay_schedule(settings.learning_rate, settings.steps))
-    rates, checks = path.rates, math.gcd(CHECKS, settings.steps)
+    begin, update = updating(start, data, path, settings)
+    checks = math.gcd(CHECKS, settings.steps)
 
     def step(state: tuple, _: None) -> tuple[tuple, None]:
-        weights, memory, number = state
-        updates, memory = optimiser.update(path.slope(weights, data, number), memory)
-        updates = type(updates)(*(rate * update for rate, update in zip(rates, updates, strict=True)))
-        return (optax.apply_updates(weights, updates), memory, number + 1), None
+        return update(state), None
 
     def stretch(state: tuple, _: None) -> tuple[tuple, None]:
         """The steps from one check to the next, and a note of the cells that are lost at its end."""
@@ -87,12 +85,25 @@ def descend(start: Any, data: Any, path: Path, settings: AdamSettings) -> tuple[
         return (*inner, jnp.where(lost, inner[2].astype(jnp.int32), diverged)), None
 
     never = jnp.full(len(start[0]), NEVER, jnp.int32)
-    state: tuple = (start, optimiser.init(start), jnp.uint32(0), never)
-    (weights, _, _, diverged), _ = jax.lax.scan(stretch, state, length=checks)
+    (weights, _, _, diverged), _ = jax.lax.scan(stretch, (*begin, never), length=checks)
     units = [0.0 if g is None else min(1.0, g**0.5) for g in path.variances]
     slope = path.slope(weights, data, None)
     largest = jnp.stack([unit * _largest(part) for unit, part in zip(units, slope, strict=True)])
     return weights, jnp.max(largest, axis=0), diverged
+
+
+def updating(start: Any, data: Any, path: Path, settings: AdamSettings) -> tuple[tuple, Callable[[tuple], tuple]]:
+    """The state (weights, memory of Adam, number of the step) before the first step, and what one step makes of a state."""
+    optimiser = optax.adam(optax.cosine_decay_schedule(settings.learning_rate, settings.steps))
+    rates = path.rates
+
+    def update(state: tuple) -> tuple:
+        weights, memory, number = state
+        updates, memory = optimiser.update(path.slope(weights, data, number), memory)
+        updates = type(updates)(*(rate * update for rate, update in zip(rates, updates, strict=True)))
+        return optax.apply_updates(weights, updates), memory, number + 1
+
+    return (start, optimiser.init(start), jnp.uint32(0)), update
 
 
 def bounded(weights: Any) -> Array:
