@@ -77,6 +77,14 @@ def _problem(preset: str | None, config: Path | None, fields: dict[str, Any]) ->
             return Problem.from_file(config).replace(**fields)
         except OSError as error:
             raise ProblemError(f"config = {str(config)!r}: cannot be read ({error.strerror})") from None
+    named = fields.get("tokens", "")
+    if "vocab" not in fields and named.partition(":")[0] in ("counts", "markov", "corpus"):
+        from copyhead.model.tokens import vocab_of
+
+        found = vocab_of(named)
+        if found is None:
+            raise ProblemError(f"vocab: must be given with tokens = {named!r}; the rarest units beyond it become one token")
+        fields["vocab"] = found
     return Problem.preset(preset or "paper", **fields)
 
 

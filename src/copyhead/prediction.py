@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from copyhead.model.tokens import law
 from copyhead.problem import Problem
 from copyhead.record import plain
 from copyhead.theory.front import Front, Passing
 from copyhead.theory.leading_order import LeadingOrder, leading_order
 from copyhead.theory.solution import Solution, solve
-from copyhead.theory.transition import Minimum, Phases, Transition, Verdict
+from copyhead.theory.transition import Minimum, Phases, Transition, Verdict, attention_by_lag
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -99,7 +98,8 @@ class Prediction:
         lines = [
             f"{self.verdict} ({p.attention} attention, L = {p.length}, V = {p.vocab}, sigma^2 = {p.noise:g}, "
             f"g_W = {p.logit_variance:g}, g_O = {p.output_variance:g}, tau_x = {p.token_scale:g}"
-            f"{', attention reads the tokens' if p.content else ''}{''.join(f', {part}' for part in p.beyond)}; chi -> infinity)"
+            f"{', attention reads the tokens' if p.content else ''}"
+            f"{''.join(f', {part}' for part in p.beyond)}; chi -> infinity)"
         ]
         leading = self.leading_order
         scales = (None, None, None) if leading is None else (leading.copying_softmax, leading.copying_linear, leading.pooling)
@@ -133,15 +133,6 @@ class Prediction:
 
 # Transitions that are printed; with --json all are.
 MOST_SHOWN = 4
-
-
-def attention_by_lag(problem: Problem, minimum: Minimum) -> dict[str, float]:
-    """Mean attention of the leading head on one position of each lag of the target."""
-    lags = problem.lags or {}
-    values = sorted(set(lags.values()), key=lambda weight: (-abs(weight), -weight))
-    if law(problem).independent:  # lags of equal weight are one class
-        return {str(lag): minimum.classes[values.index(weight)] for lag, weight in lags.items()}
-    return {str(lag): minimum.classes[k] for k, lag in enumerate(sorted(lags, key=lambda lag: -abs(lags[lag])))}
 
 
 def _listed(detail: Any) -> str:

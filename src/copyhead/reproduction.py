@@ -19,8 +19,8 @@ import xarray as xr
 from copyhead.experiment.path import path
 from copyhead.model.network import Network
 from copyhead.problem import Problem, ProblemError
-from copyhead.report import figures, html, sampling_figures, theory_figures
-from copyhead.report.claims import claims, departure_remarks, network_remarks, remarks
+from copyhead.report import beyond_figures, figures, html, sampling_figures, theory_figures
+from copyhead.report.claims import beyond_remarks, claims, departure_remarks, network_remarks, remarks
 from copyhead.report.style import save
 from copyhead.study import compare
 from copyhead.study.curves import Measured, gather, lost_runs
@@ -33,6 +33,8 @@ from copyhead.study.store import Store
 from copyhead.study.width import Departure, departures
 
 Progress = Callable[[str, float], AbstractContextManager[Callable[[float], None]]]
+# Name, caption and figure.
+Drawn = tuple[str, str, Any]
 PACKAGES = ("copyhead", "jax", "numpy", "scipy", "optax", "arviz-stats", "xarray", "matplotlib")
 
 
@@ -102,6 +104,8 @@ def reproduce(
     began = time.perf_counter()
     network = settings.get("network", Network())
     base = problem.replace(attention="softmax", sequences=None)
+    if network.kind != "positional":
+        base.require_paper(f"network = {network.kind!r} is known")
     if network.kind == "positional" and base.content:
         raise ProblemError("content = True: the positional network reads no tokens; use network = kernel or embedded")
     if network.kind != "positional":
@@ -119,15 +123,19 @@ def reproduce(
         lost = lost_runs(work, store)
         store.write_text("grid.csv", compare.to_csv(rows))
         store.write_text("transitions.json", json.dumps(transitions, indent=2))
-        growth = scaling(spec.problem)
+        beyond = bool(spec.problem.beyond)  # then the claims of the paper are not in question
+        growth = None if beyond else scaling(spec.problem)
         advance(0.3)
-        departed = departures(spec, work, store)
-        shown = _figures(spec, work, store, measured, growth, departed)
+        departed = {} if beyond else departures(spec, work, store)
+        drawn = _beyond_figures(spec, measured) if growth is None else _figures(spec, work, store, measured, growth, departed)
+        shown = _saved(drawn, store)
         advance(0.6)
         seconds = time.perf_counter() - began
         page = html.render(
             shown,
-            title="Reproduction of the phase transitions of a copy head",
+            title=f"Phase transitions of a copy head: {', '.join(spec.problem.beyond)}"
+            if beyond
+            else "Reproduction of the phase transitions of a copy head",
             problem=spec.problem,
             network=spec.network,
             batch=spec.batch,
@@ -135,8 +143,12 @@ def reproduce(
             quick=quick,
             transitions=transitions,
             agreements=agreements,
-            remarks=[*network_remarks(spec), *remarks(rows, measured), *departure_remarks(departed), *lost],
-            claims=claims(spec.problem, measured, transitions, agreements, growth),
+            remarks=[
+                *([] if beyond else [*network_remarks(spec), *remarks(rows, measured), *departure_remarks(departed)]),
+                *beyond_remarks(spec, measured),
+                *lost,
+            ],
+            claims=[] if growth is None else claims(spec.problem, measured, transitions, agreements, growth),
             columns=list(dict.fromkeys(key for row in rows for key in row)),
             grid=rows,
             settings=_settings(spec, work, store, seconds),
@@ -153,8 +165,8 @@ def _figures(
     measured: dict[str, Measured],
     growth: Scaling,
     departed: dict[str, Departure],
-) -> list[html.Shown]:
-    drawn: list[tuple[str, str, Any]] = []
+) -> list[Drawn]:
+    drawn: list[Drawn] = []
     if {"softmax", "linear"} <= measured.keys():
         caption = "The action below, at and above the transition. Orange: its minima."
         drawn.append(("landscape", caption, theory_figures.landscapes(measured["softmax"].theory, measured["linear"].theory)))
@@ -200,6 +212,41 @@ def _figures(
         "shift of order 1/chi."
     )
     drawn.append(("chi-shift", caption, figures.chi_shift(measured, spec)))
+    return drawn
+
+
+def _beyond_figures(spec: Reproduction, measured: dict[str, Measured]) -> list[Drawn]:
+    """Order parameters of each attention, and what the problem has beside them: rows and front, heads, lags."""
+    drawn: list[Drawn] = []
+    for attention, results in measured.items():
+        caption = (
+            f"Order parameters and loss against P, {attention} attention. Line: theory (expected moments), dashed where "
+            "metastable; grey: coexistence; dotted: transitions. Circles: Adam from both starts, standard errors."
+        )
+        drawn.append((f"order-parameters-{attention}", caption, figures.order_parameters(results, spec)))
+        if spec.problem.causal:
+            caption = (
+                f"Rows under the causal mask, {attention} attention. Left: copy logit of a row against the number n of "
+                "positions that it may attend to, at several P. Right: the front, P where a row passes cG = 1. Lines: theory; "
+                "circles: Adam."
+            )
+            drawn.append((f"rows-{attention}", caption, beyond_figures.rows(results, spec)))
+        if spec.problem.heads > 1:
+            caption = (
+                f"Copy logit of every head, in falling order of its copy attention, {attention} attention. Lines: theory, the "
+                "state of lowest action; circles: Adam from both starts."
+            )
+            drawn.append((f"heads-{attention}", caption, beyond_figures.heads(results, spec)))
+        if len(spec.problem.lags or {}) > 1:
+            caption = (
+                f"Mean attention of the leading head on each lag of the target, {attention} attention. Lines: theory, the "
+                "state of lowest action; circles: Adam from both starts."
+            )
+            drawn.append((f"lags-{attention}", caption, beyond_figures.lags(results, spec)))
+    return drawn
+
+
+def _saved(drawn: list[Drawn], store: Store) -> list[html.Shown]:
     folder = store.folder / "figures"
     folder.mkdir(exist_ok=True)
     shown = []

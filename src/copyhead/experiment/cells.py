@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, UInt32
 from copyhead.experiment.path import Path
 from copyhead.model import network, targets, tokens
 from copyhead.model.network import Network, Positional, Start, Weights
-from copyhead.problem import Problem, ProblemError
+from copyhead.problem import Problem
 
 STARTS: tuple[Start, ...] = ("small", "copy")
 
@@ -43,11 +43,9 @@ def drawn(problem: Problem, source: np.random.SeedSequence, sequences: int) -> I
     """Sequences of the token law of a problem, one after the other.
 
     Raises:
-        ProblemError: for a law that cannot be drawn from.
+        ProblemError: for a law that the file does not give.
     """
-    if problem.tokens != "uniform":
-        raise ProblemError(f"tokens = {problem.tokens!r}: sequences are drawn from uniform tokens only")
-    return tokens.sample(source, sequences, problem.length, tokens.uniform(problem.vocab))
+    return tokens.law(problem).draw(source, sequences, problem.length, problem.cyclic)
 
 
 def assemble(path: Path, runs: list[Run]) -> Cells:

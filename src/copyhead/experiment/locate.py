@@ -41,6 +41,21 @@ def steepest(sequences: Float[np.ndarray, "P"], order_parameter: Float[np.ndarra
     return float(np.exp(middle[top] - b / (2 * a)))
 
 
+def crossing(sequences: Float[np.ndarray, "P"], order_parameter: Float[np.ndarray, "P"], level: float) -> float:
+    """Where an order parameter first rises to a level, linear in ln P between grid points.
+
+    Returns:
+        nan if it does not.
+    """
+    log_p = np.log(np.asarray(sequences, float))
+    rises = np.flatnonzero((order_parameter[1:] >= level) & (order_parameter[:-1] < level))
+    if not rises.size:
+        return float("nan")
+    first = int(rises[0])
+    part = (level - order_parameter[first]) / (order_parameter[first + 1] - order_parameter[first])
+    return float(np.exp(log_p[first] + part * (log_p[first + 1] - log_p[first])))
+
+
 def resolution(sequences: Float[np.ndarray, "P"], place: float) -> float:
     """Half the distance between the two grid points around a place, as a standard deviation (uniform: / sqrt 3)."""
     grid = np.asarray(sequences, float)

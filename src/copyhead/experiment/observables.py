@@ -18,10 +18,12 @@ from copyhead.model.energy import loss_per_token
 from copyhead.model.layout import Layout
 from copyhead.model.moments import Moments
 from copyhead.model.network import Circuits, Network, Positional, Weights, circuits, logits
-from copyhead.problem import Attention, Problem, ProblemError
+from copyhead.problem import Attention, Problem
 
 # Sequences on which attention that reads tokens is averaged: it differs little from one to the next, the loss much more.
 ATTENTION_SEQUENCES = 256
+# Stands for an empty sum that is divided by; what is divided is zero.
+TINY = 1e-30
 
 
 class Observables(NamedTuple):
@@ -67,10 +69,10 @@ class ContentObservables(NamedTuple):
 class HeadObservables(NamedTuple):
     """Of positional heads with a mask and any target. `Observables` of the leading head, the one of largest aG, and arrays.
 
-    On the target: where T is not zero. Off it: allowed, but zero in T. Both in scored rows; NaN where nothing is off target.
+    c1, a1: mean of the allowed entries where T is zero, in scored rows. cG, aG: coefficient of T in what is above it.
     rows: cG by scored row, of the leading head. heads, heads_a: cG and aG by head, in falling order of aG, so that they do not
-    depend on which head took which part; a head of linear attention is first turned into the sector of positive tr W, since
-    (-G_h, -W_h) does the same. lags: mean attention on each lag of the target over the rows that have it, leading
+    depend on which head took which part. Heads of linear attention can be rotated into one another: they are taken with
+    orthogonal logits, and with tr W >= 0. lags: mean attention on each lag of the target over the rows that have it, leading
     head; empty for a matrix. The losses are those of all heads together.
     """
 
@@ -129,14 +131,16 @@ def yardstick(problem: Problem, network: Network, fresh: int) -> Yardstick:
 
 
 def population_moments(problem: Problem) -> Moments:
-    """The moments of one sequence, on average over the token law of a problem.
+    """The moments of one sequence, on average over the token law of a problem; in float32.
 
     Raises:
-        ProblemError: for a law whose moments are not known.
+        ProblemError: for a law that the file does not give.
     """
-    if problem.tokens != "uniform":
-        raise ProblemError(f"tokens = {problem.tokens!r}: moments are known for uniform tokens only")
-    found = moments.population(tokens.uniform(problem.vocab))
+    law = tokens.law(problem)
+    if law.independent:
+        found = moments.population(law.marginal(problem.length, problem.cyclic))
+    else:
+        found = moments.stationary(law.pairs(problem.length, problem.cyclic), 1.0, problem.cyclic)
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), found)
 
 
@@ -186,21 +190,27 @@ def _losses(matrix: Float[Array, "*H L L"], output: Float[Array, "*H V V"], yard
 
 def _heads(weights: Positional, yardstick: Yardstick, problem: Problem) -> HeadObservables:
     target, entries, length = yardstick.target, yardstick.layout, problem.length
-    traces = jnp.trace(weights.output, axis1=-2, axis2=-1)
-    sign = jnp.where((traces < 0) & (problem.attention == "linear"), -1.0, 1.0)[:, None, None]
-    logits, output = sign * weights.logits, sign * weights.output
+    logits, output = weights
+    if problem.attention == "linear":
+        # rotations of the heads into one another change nothing: the ones with orthogonal logits, largest first
+        weight = entries.columns
+        turn = jnp.linalg.eigh(jnp.einsum("hab,ab,gab->hg", logits, weight, logits))[1][:, ::-1]
+        logits, output = (jnp.einsum("hg,hab->gab", turn, part) for part in (logits, output))
+        sign = jnp.where(jnp.trace(output, axis1=-2, axis2=-1) < 0, -1.0, 1.0)[:, None, None]
+        logits, output = sign * logits, sign * output
     matrix = attention(logits, problem.attention, length, entries.columns)
     scored = targets.scored(targets.operator(problem)) > 0
-    on = (target != 0).astype(target.dtype)
-    off = entries.scored[:, None] * entries.columns * (1 - on)
+    on = entries.scored[:, None] * target
+    off = entries.scored[:, None] * entries.columns * (target == 0)
 
     def mean(which: Array, of: Array, over: Any) -> Array:
-        return jnp.sum(which * of, axis=over) / jnp.sum(which, axis=over)
+        return jnp.sum(which * of, axis=over) / jnp.maximum(jnp.sum(which, axis=over), TINY)
 
     def projected(of: Float[Array, "H L L"], over: Any) -> tuple[Array, Array]:
-        """Mean off the target, and mean on it minus that."""
+        """Mean off the target, and least-squares coefficient of T in what is above it."""
         rest = mean(off, of, over)
-        return rest, mean(on, of, over) - rest
+        above = of - (rest[..., None, None] if over == (-2, -1) else rest[..., None])
+        return rest, jnp.sum(on * above, axis=over) / jnp.maximum(jnp.sum(on * target, axis=over), TINY)
 
     c1, cG = projected(logits, (-2, -1))
     a1, aG = projected(matrix, (-2, -1))

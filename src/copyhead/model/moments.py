@@ -11,6 +11,7 @@ function of a token matrix is the sum over blocks weighted by `multiplicity`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -66,6 +67,22 @@ class Empirical:
         gram = left.T @ (layout.scored[:, None] * right)
         return jnp.einsum("ij,ijuv->uv", gram, self.tensor)[None]
 
+    def explained(
+        self, attention: Float[Array, "H L L"], target: Float[Array, "L L"], ridge: Float[Array, ""]
+    ) -> Float[Array, ""]:
+        """tr N^T (F + ridge)^-1 N, F_hh' = Q(A_h^T A_h') and N_h = Q(A_h^T T), zero in rows that are not scored."""
+        return _explained(self._contract, attention, target, ridge)
+
+    def best_output(
+        self, attention: Float[Array, "H L L"], target: Float[Array, "L L"], ridge: Float[Array, ""]
+    ) -> Float[Array, "H V V"]:
+        """W = (F + ridge)^-1 N of all heads."""
+        square, overlap = _blocks(self._contract, attention, target, ridge)
+        return jnp.linalg.solve(square, overlap).reshape(len(attention), -1, overlap.shape[-1])
+
+    def _contract(self, left: Float[Array, "... L L"], right: Float[Array, "... L L"]) -> Float[Array, "... V V"]:
+        return jnp.einsum("...ij,ijuv->...uv", jnp.einsum("...ai,...aj->...ij", left, right), self.tensor)
+
     def contract_tokens(self, matrix: Float[Array, "V V"], length: int) -> Float[Array, "L L"]:
         """The L x L matrix <S_ij, M> for a V x V matrix M."""
         return jnp.einsum("ijuv,uv->ij", self.tensor, matrix)
@@ -99,6 +116,20 @@ def expected(law: Float[np.ndarray, "V"], sequences: float, length: int) -> Empi
     square = np.outer(law, law)
     tensor = np.eye(length)[:, :, None, None] * (np.diag(law) - square) + square
     return Empirical(np.float32(sequences), (sequences * tensor).astype(np.float32))
+
+
+def stationary(pairs: Float[np.ndarray, "L V V"], sequences: float, cyclic: bool) -> Empirical:
+    """The expected moments of P sequences of a stationary law, in the form of a data set.
+
+    Args:
+        pairs: E[x_i x_(i+d)^T], d modulo L if cyclic.
+    """
+    length = len(pairs)
+    i, j = np.indices((length, length))
+    ahead = pairs[(j - i) % length] if cyclic else pairs[np.abs(j - i)]
+    if not cyclic:
+        ahead = np.where((j < i)[:, :, None, None], np.swapaxes(ahead, -1, -2), ahead)
+    return Empirical(np.float32(sequences), (sequences * ahead).astype(np.float32))
 
 
 def empirical(tokens: Int[np.ndarray, "P L"], vocab: int) -> Empirical:
@@ -211,10 +242,30 @@ class Correlated:
         self, attention: Float[Array, "H L L"], target: Float[Array, "L L"], ridge: Float[Array, ""]
     ) -> Float[Array, ""]:
         """tr N^T (F + ridge)^-1 N; rows that are not scored are zero in attention and target."""
-        heads, vocab = len(attention), self.pairs.shape[-1]
-        square = self.contract(attention[:, None], attention[None])
-        square = square.transpose(0, 2, 1, 3).reshape(heads * vocab, heads * vocab)
-        overlap = self.contract(attention, jnp.broadcast_to(target, attention.shape)).reshape(heads * vocab, vocab)
-        factor = jnp.linalg.cholesky(square + ridge * jnp.eye(heads * vocab))
-        half = jax.scipy.linalg.solve_triangular(factor, overlap, lower=True)
-        return jnp.sum(half**2)
+        return _explained(self.contract, attention, target, ridge)
+
+
+def _explained(
+    contract: Callable[[Array, Array], Array],
+    attention: Float[Array, "H L L"],
+    target: Float[Array, "L L"],
+    ridge: Float[Array, ""],
+) -> Float[Array, ""]:
+    """tr N^T (F + ridge)^-1 N from V x V blocks."""
+    square, overlap = _blocks(contract, attention, target, ridge)
+    half = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(square), overlap, lower=True)
+    return jnp.sum(half**2)
+
+
+def _blocks(
+    contract: Callable[[Array, Array], Array],
+    attention: Float[Array, "H L L"],
+    target: Float[Array, "L L"],
+    ridge: Float[Array, ""],
+) -> tuple[Float[Array, "HV HV"], Float[Array, "HV V"]]:
+    """F + ridge and N over heads and tokens; `contract` is Q(left^T right)."""
+    pairs = contract(attention[:, None], attention[None])
+    heads, vocab = len(attention), pairs.shape[-1]
+    square = pairs.transpose(0, 2, 1, 3).reshape(heads * vocab, heads * vocab)
+    overlap = contract(attention, jnp.broadcast_to(target, attention.shape)).reshape(heads * vocab, vocab)
+    return square + ridge * jnp.eye(heads * vocab), overlap

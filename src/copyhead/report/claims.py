@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from copyhead.experiment.adam import GRADIENT_TOLERANCE
+from copyhead.model.tokens import describe
 from copyhead.problem import Problem
 from copyhead.study.compare import AGREEMENT, Agreement
 from copyhead.study.curves import Measured
@@ -320,3 +321,29 @@ def _mixed_signs(results: Measured) -> str:
 
 def _listed(points: list[tuple[int, str]]) -> str:
     return ", ".join(f"P = {place} ({start} start)" for place, start in points)
+
+
+def beyond_remarks(spec: Reproduction, measured: dict[str, Measured]) -> list[str]:
+    """What the tables beyond the paper's task do not say themselves."""
+    problem = spec.problem
+    if not problem.beyond:
+        return []
+    found = [
+        "Compared are c1, cG, a1, aG and the loss"
+        + (", and cG of the rows that may attend to 2, 4, 8, ... positions" if problem.causal else "")
+        + (", and cG of every head" if problem.heads > 1 else "")
+        + (", and the attention on each lag" if len(problem.lags or {}) > 1 else "")
+        + ". SGLD, jump searches and loss maps are made for the paper's task only."
+    ]
+    law = describe(problem)
+    if problem.tokens != "uniform":
+        found.append("Tokens: " + ", ".join(f"{name} {value}" for name, value in law.items() if value is not None) + ".")
+    for attention, results in measured.items():
+        if not results.theory.complete:
+            found.append(f"{attention}: the theory could not be followed to its end; its verdict is undetermined.")
+        jumps = sum(t.kind == "first-order" for t in results.theory.transitions)
+        if jumps > 1:
+            found.append(f"{attention}: {jumps} first-order transitions, one row after the other; the table has the last ones.")
+        if results.exact is None:
+            found.append(f"{attention}: too large for the minimum of S on every data set; compared with expected moments only.")
+    return found

@@ -17,6 +17,7 @@ from copyhead.study.spec import Reproduction, adapts
 from copyhead.theory.content import ContentOrderParameters
 from copyhead.theory.finite_width import finite_width
 from copyhead.theory.order_parameters import AnyOrderParameters
+from copyhead.theory.transition import numbers
 
 # A grid point agrees if every quantity is within this many errors.
 AGREEMENT = 3.0
@@ -45,26 +46,29 @@ def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[s
     """
     rows: list[dict[str, Any]] = []
     for attention, results in measured.items():
-        window = next((t.window for t in results.theory.transitions if t.window), None)
+        windows = [t.window for t in results.theory.transitions if t.window]
         first, last = spec.chi_factors[0], spec.chi_factors[-1]
         problem = spec.problem.replace(attention=attention)
         for sequences in results.adam.sequences:
-            inside = window is not None and window[0] <= sequences <= window[1]
+            inside = any(window[0] <= sequences <= window[1] for window in windows)
             for start in map(str, results.adam.data.start.values):
-                limit = branch_state(results.theory, sequences, start).order_parameters
-                shift = width_shift(spec, problem, sequences, limit)
-                state = {name: float(value) + shift[name] for name, value in limit._asdict().items()}
-                sampled = sequences in results.sgld[first].sequences
+                branch = branch_state(results.theory, sequences, start)
+                shift = width_shift(spec, problem, sequences, branch.order_parameters)
+                state = {name: value + shift.get(name, 0.0) for name, value in numbers(branch, problem).items()}
+                sampled = bool(results.sgld) and sequences in results.sgld[first].sequences
                 converged = float((results.adam.data.gradient.sel(P=sequences, start=start) < GRADIENT_TOLERANCE).mean())
                 for quantity in state:
-                    exact = results.exact.estimate(quantity, sequences, start)
-                    exact = exact._replace(mean=exact.mean + shift[quantity])
-                    own = results.exact.values(quantity, sequences, start) + shift[quantity]
+                    moved = shift.get(quantity, 0.0)
                     adam = results.adam.estimate(quantity, sequences, start)
                     trained = results.adam.values(quantity, sequences, start)
+                    # without a theory of the same data sets the scatter is that of the training runs
+                    source = results.adam if results.exact is None else results.exact
+                    exact = source.estimate(quantity, sequences, start)
+                    exact = exact._replace(mean=exact.mean + moved)
+                    own = source.values(quantity, sequences, start) + moved
                     # a loss measured on sequences has their sampling error, which is the same for all runs and methods
-                    measured_loss = quantity == "loss" and "loss_error" in results.exact.data
-                    measuring = results.exact.estimate("loss_error", sequences, start).mean if measured_loss else 0.0
+                    measured_loss = quantity == "loss" and "loss_error" in source.data
+                    measuring = source.estimate("loss_error", sequences, start).mean if measured_loss else 0.0
                     row = {
                         "attention": attention,
                         "P": sequences,
@@ -72,24 +76,24 @@ def grid_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[s
                         "in_window": inside,
                         "quantity": quantity,
                         "population": float(state[quantity]),
-                        "width_shift": shift[quantity],
+                        "width_shift": moved,
                         "separate": problem.head_dimension is not None,
-                        "exact": exact.mean,
+                        "exact": float("nan") if results.exact is None else exact.mean,
                         "adam": adam.mean,
                         "adam_scatter": adam.scatter,
                         "adam_error": adam.error,
                         "adam_converged": converged,
                         "adam_z": _z(adam.mean - float(state[quantity]), float(np.hypot(exact.scatter, measuring))),
-                        "adam_z_paired": _paired(trained, own, OPTIMISER_ERROR),
-                        "adam_worst": float(
-                            np.nanmax(np.abs(trained - own), initial=0.0) / max(exact.scatter, OPTIMISER_ERROR)
-                        ),
                     }
+                    if results.exact is not None:
+                        row["adam_z_paired"] = _paired(trained, own, OPTIMISER_ERROR)
+                        worst = np.nanmax(np.abs(trained - own), initial=0.0)
+                        row["adam_worst"] = float(worst / max(exact.scatter, OPTIMISER_ERROR))
                     if quantity == "loss":
                         row["adam_fresh_loss"] = results.adam.estimate("fresh", sequences, start).mean
                     if sampled:
                         at_chi = [results.sgld[factor].estimate(quantity, sequences, start) for factor in (first, last)]
-                        limit = extrapolated(at_chi[0], at_chi[1], last / first)
+                        limit: Estimate = extrapolated(at_chi[0], at_chi[1], last / first)
                         sampling = _sampling_error(at_chi, last / first)
                         row |= {
                             "sgld": at_chi[0].mean,
@@ -198,11 +202,12 @@ def agreement(rows: list[dict[str, Any]]) -> list[Agreement]:
                     continue
                 if row["attention"] == attention and not row["in_window"] and column in row:
                     passed = row["adam_converged"] == 1 if method == "Adam" else _mixed(row)
-                    near = abs(row[column]) <= AGREEMENT and (method == "SGLD" or row["adam_worst"] <= AGREEMENT)
+                    near = abs(row[column]) <= AGREEMENT and (method == "SGLD" or row.get("adam_worst", 0.0) <= AGREEMENT)
                     points.setdefault((row["P"], row["start"]), []).append((passed, near))
             counted = [all(near for _, near in point) for point in points.values() if all(passed for passed, _ in point)]
             gated = len(points) - len(counted)
-            found.append(Agreement(method, attention, theory, error, sum(counted), len(counted), gated))
+            if points or method == "Adam":
+                found.append(Agreement(method, attention, theory, error, sum(counted), len(counted), gated))
     return found
 
 

@@ -14,13 +14,14 @@ from copyhead.experiment.convergence import summary
 from copyhead.experiment.diagnostics import Estimate, over_chains, over_seeds
 from copyhead.study.spec import Part, Reproduction
 from copyhead.study.store import Store
-from copyhead.theory.transition import Minimum, Phases, phases
+from copyhead.theory.solution import Solution, solve
+from copyhead.theory.transition import Minimum
 
 # What changes sign with (G, W) -> (-G, -W) in linear attention.
 ODD = ("c1", "cG", "cI", "cS", "a1", "aG", "pt", "tp")
 
 
-def branch_state(found: Phases, sequences: float, start: str) -> Minimum:
+def branch_state(found: Solution, sequences: float, start: str) -> Minimum:
     """The minimum that a run from `start` belongs to.
 
     Where two minima coexist inside a window, the small start belongs to the one of smaller cG and the copy start to the other.
@@ -65,12 +66,12 @@ class Curves:
 class Measured(NamedTuple):
     """All results of one attention. sgld: by chi factor. jump: by start, empty if there is no first-order transition.
 
-    ladder: F(aG) and P* by sampling, None where they are not sampled.
+    exact: None where S is not minimised on the data sets. ladder: F(aG) and P* by sampling, None where they are not sampled.
     """
 
-    theory: Phases
+    theory: Solution
     adam: Curves
-    exact: Curves
+    exact: Curves | None
     sgld: dict[float, Curves]
     jump: dict[str, xr.Dataset]
     ladder: xr.Dataset | None
@@ -86,16 +87,36 @@ def gather(spec: Reproduction, work: list[Part], store: Store) -> dict[str, Meas
             for part in work
             if part.method == "jump" and part.problem.attention == attention
         }
-        adam, exact = (_joined(work, store, f"{method}-{attention}-", attention) for method in ("adam", "exact"))
-        sgld = {f: _joined(work, store, f"langevin-{attention}-x{f:g}-", attention) for f in spec.chi_factors}
+        adam = _joined(work, store, f"adam-{attention}-", attention)
+        methods = {part.method for part in work}
+        exact = _joined(work, store, f"exact-{attention}-", attention) if "exact" in methods else None
+        factors = spec.chi_factors if "langevin" in methods else ()
+        sgld = {f: _joined(work, store, f"langevin-{attention}-x{f:g}-", attention) for f in factors}
         ladder = next((store.read(part.name) for part in work if part.name == f"ladder-{attention}"), None)
-        found[attention] = Measured(phases(problem, reach=adam.sequences), adam, exact, sgld, jump, ladder)
+        found[attention] = Measured(solve(problem, reach=adam.sequences), adam, exact, sgld, jump, ladder)
     return found
 
 
 def _joined(work: list[Part], store: Store, prefix: str, attention: str) -> Curves:
     pieces = [store.read(name) for name in sorted(part.name for part in work) if name.startswith(prefix)]
-    return Curves(signed(kept(xr.concat(pieces, dim="seed", data_vars="all", combine_attrs="drop")), attention))
+    joined = xr.concat(pieces, dim="seed", data_vars="all", combine_attrs="drop")
+    return Curves(flattened(signed(kept(joined), attention)))
+
+
+def flattened(data: xr.Dataset) -> xr.Dataset:
+    """Arrays over rows, heads and lags as one variable for each entry, name[coordinate]."""
+    own = {name: next(iter(set(values.dims) & {"row", "head", "lag"}), None) for name, values in data.items()}
+    parts = {
+        f"{name}[{place}]": data[name].sel({dim: place}, drop=True)
+        for name, dim in own.items()
+        if dim is not None
+        for place in data[dim].values
+    }
+    return (
+        data.drop_vars([name for name, dim in own.items() if dim is not None])
+        .drop_dims([dim for dim in ("row", "head", "lag") if dim in data.dims])
+        .assign(parts)
+    )
 
 
 def kept(data: xr.Dataset) -> xr.Dataset:

@@ -14,10 +14,15 @@ from copyhead.study.curves import Measured
 from copyhead.study.spec import Reproduction
 from copyhead.theory.leading_order import leading_order
 
+# Transitions that have rows in the table beyond the paper's task: of a front of rows, each of which jumps, the last ones.
+MOST_PLACES = 4
+
 
 def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[str, Any]]:
     """One row for each place: leading order, exact minimum of the action, measured value with its error, and ratios."""
     rows: list[dict[str, Any]] = []
+    if spec.problem.beyond:
+        return _beyond_table(spec, measured)
     for attention, results in measured.items():
         scales = leading_order(spec.problem)
         softmax = attention == "softmax"
@@ -46,6 +51,26 @@ def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[
                 rows.append(
                     _row(attention, "crossover (steepest cG)", copying, t.P, _curve_places(spec, results, "cG", steepest))
                 )
+    return rows
+
+
+def _beyond_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dict[str, Any]]:
+    """Beyond the paper's task: no leading order; jumps and places read off the curves of Adam. Of many jumps only the last."""
+    rows: list[dict[str, Any]] = []
+    for attention, results in measured.items():
+        transitions = results.theory.transitions
+        for t in transitions[-MOST_PLACES:]:
+            if t.window:
+                rows.append(_row(attention, "P* (equal action)", None, t.P, {}))
+                for start, fold, name in (("small", t.window[1], "upper end"), ("copy", t.window[0], "lower end")):
+                    jump = _branch_change(results.adam.data, start)
+                    rows.append(_row(attention, f"{name} of coexistence", None, fold, {f"Adam from {start} start": jump}))
+            else:
+                quantity, locate = ("c1", onset) if t.kind == "second-order" else ("cG", steepest)
+                place = "P_c" if t.kind == "second-order" else "crossover (steepest cG)"
+                first = t is next(one for one in transitions if one.kind == t.kind)
+                seen = _curve_places(spec, results, quantity, locate) if first else {}
+                rows.append(_row(attention, place, None, t.P, seen))
     return rows
 
 
@@ -102,7 +127,8 @@ def _branch_change(data: xr.Dataset, start: str) -> Estimate:
 
     Nothing, unless the two ends of the grid are in different phases and every data set changes exactly once.
     """
-    level = data.aG.sel(start=start).mean("draw").transpose("seed", "P").values
+    level = data.aG.sel(start=start)
+    level = (level.mean("draw") if "draw" in level.dims else level).transpose("seed", "P").values
     if not np.isfinite(level).all() or level[:, 0].max() > 0.5 * level[:, -1].min():
         return NOTHING
     copies = level > (level[:, :1] + level[:, -1:]) / 2

@@ -25,6 +25,7 @@ from copyhead.study.store import Store, StoreError, write_dataset
 
 if TYPE_CHECKING:
     from copyhead.experiment.cells import Run
+    from copyhead.theory.transition import Minimum
 
 # Fresh sequences that losses are measured on: through moments any number costs the same, through the sequences it does not.
 FRESH_SEQUENCES, FRESH_CONTENT = 4096, 2048
@@ -140,28 +141,61 @@ def exact_minima(problem: Problem, sequences: list[int], seeds: list[int], start
     """
     from copyhead.experiment.cells import data_sets
     from copyhead.study.curves import branch_state
-    from copyhead.theory.transition import phases
+    from copyhead.theory.solution import solve
 
-    found = phases(problem, reach=sequences)
-    minimum = _exact_with_tokens(problem) if problem.content else _exact_positional(problem)
-    fields: tuple[str, ...] = ()
-    values = np.empty(0)
+    found = solve(problem, reach=sequences)
+    minimum = _exact_minimum(problem)
+    known: dict[str, np.ndarray] = {}
     for column, seed in enumerate(seeds):
         for row, data in enumerate(data_sets(problem, sequences, seed)):
-            known: dict[tuple[float, ...], np.ndarray] = {}
+            solved: list[tuple[Minimum, dict[str, Any]]] = []
             for layer, start in enumerate(starts):
-                state = branch_state(found, sequences[row], start).order_parameters
-                key = tuple(float(value) for value in state)
-                if key not in known:
-                    observed, gradient, converged = minimum(data, state)
-                    fields = (*observed, "gradient")
-                    known[key] = np.array([*observed.values(), gradient]) if converged else np.full(len(fields), np.nan)
-                if not values.size:
-                    values = np.full((len(sequences), len(seeds), len(starts), len(fields)), np.nan)
-                values[row, column, layer] = known[key]
-    dims = ("P", "seed", "start")
-    coords = {"P": sequences, "seed": seeds, "start": list(starts)}
-    return xr.Dataset({name: (dims, values[..., index]) for index, name in enumerate(fields)}, coords=coords)
+                state = branch_state(found, sequences[row], start)
+                observed = next((values for other, values in solved if other.action == state.action), None)
+                if observed is None:
+                    values, gradient, converged = minimum(data, state)
+                    hidden = 1.0 if converged else np.nan
+                    observed = {name: hidden * np.asarray(value, float) for name, value in values.items()}
+                    observed["gradient"] = np.asarray(gradient)
+                    solved.append((state, observed))
+                for name, value in observed.items():
+                    shape = len(sequences), len(seeds), len(starts), *value.shape
+                    known.setdefault(name, np.full(shape, np.nan))[row, column, layer] = value
+    dims, own = ("P", "seed", "start"), _axes(problem)
+    coords = {"P": sequences, "seed": seeds, "start": list(starts), **dict(own.values())}
+    named = {name: ((*dims, own[name][0]) if name in own else dims, values) for name, values in known.items()}
+    return xr.Dataset(named, coords=coords)
+
+
+def _axes(problem: Problem) -> dict[str, tuple[str, list[int]]]:
+    from copyhead.experiment.observables import axes
+
+    return axes(problem)
+
+
+def _exact_minimum(problem: Problem) -> Callable[..., tuple[dict[str, Any], float, bool]]:
+    if problem.beyond:
+        return _exact_beyond(problem)
+    return _exact_with_tokens(problem) if problem.content else _exact_positional(problem)
+
+
+def _exact_beyond(problem: Problem) -> Callable[..., tuple[dict[str, Any], float, bool]]:
+    from copyhead.experiment.observables import population_moments
+    from copyhead.model import moments
+    from copyhead.theory.own_data import full_logits, minimise, own_task, read
+
+    population = population_moments(problem)
+
+    def minimum(data: np.ndarray, state: Minimum) -> tuple[dict[str, Any], float, bool]:
+        assert state.logits is not None
+        start = full_logits(state.logits, problem)
+        if problem.attention == "linear":  # G = 0 is stationary at any P, and so is a head that does nothing
+            start = start + BESIDE_ZERO * np.random.default_rng(0).normal(size=start.shape)
+        task = own_task(problem, moments.empirical(data, problem.vocab))
+        found = minimise(task, start, problem.attention, population)
+        return read(found, problem), found.gradient, found.converged
+
+    return minimum
 
 
 # G = 0 is stationary at any P in linear attention: a search starts beside it, or a saddle would pass for a minimum.
@@ -176,7 +210,8 @@ def _exact_positional(problem: Problem) -> Callable[..., tuple[dict[str, float],
 
     population = moments.population(tokens.uniform(problem.vocab))
 
-    def minimum(data: np.ndarray, state: Any) -> tuple[dict[str, float], float, bool]:
+    def minimum(data: np.ndarray, branch: Minimum) -> tuple[dict[str, float], float, bool]:
+        state: Any = branch.order_parameters
         task = full_task(problem, moments.empirical(data, problem.vocab))
         place = np.array([state.c1, state.cG], float)
         place = place if np.hypot(*place) > 1e-3 else np.full(2, BESIDE_ZERO)
@@ -194,7 +229,8 @@ def _exact_with_tokens(problem: Problem) -> Callable[..., tuple[dict[str, float]
 
     fresh = tokens.sample(tokens.stream(0, "fresh"), FRESH_CONTENT, problem.length, tokens.uniform(problem.vocab))
 
-    def minimum(data: np.ndarray, state: Any) -> tuple[dict[str, float], float, bool]:
+    def minimum(data: np.ndarray, branch: Minimum) -> tuple[dict[str, float], float, bool]:
+        state: Any = branch.order_parameters
         if np.hypot(float(state.c1), float(state.cG)) < 1e-3:
             state = state._replace(c1=BESIDE_ZERO, cG=BESIDE_ZERO)
         found = minimise_network(problem, data, symmetric(state, problem))

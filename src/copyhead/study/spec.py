@@ -15,7 +15,8 @@ from copyhead.model.network import Network
 from copyhead.problem import Attention, Problem, ProblemError
 from copyhead.record import Record
 from copyhead.study.memory import refuse_too_large
-from copyhead.theory.transition import Phases, phases
+from copyhead.theory.solution import Solution, solve
+from copyhead.theory.transition import phases
 
 Method = Literal["adam", "langevin", "exact", "jump", "ladder", "plane", "width"]
 
@@ -99,6 +100,10 @@ class Reproduction(Record):
         return digest.hexdigest()[:16]
 
 
+# Largest L V at which S is minimised on each data set: an evaluation takes (L V)^2 operations, a minimum some hundred of them.
+LARGEST_OWN = 1500
+# Transitions that have a part of the grid each.
+MOST_SPANS = 3
 # Fewest P that a transition can be read off.
 SHORTEST_GRID = 4
 
@@ -166,12 +171,14 @@ class Part(NamedTuple):
     weight: float
 
 
-def p_grid(found: Phases, points: int) -> list[int]:
+def p_grid(found: Solution, points: int) -> list[int]:
     """Integers from well below the first transition to well above the last, two thirds of them close to the transitions.
 
     Close: across a coexistence window and a tenth beyond it; from a tenth below to a third above any other place.
     """
-    spans = [(0.9 * t.window[0], 1.1 * t.window[1]) if t.window else (0.9 * t.P, 1.33 * t.P) for t in found.transitions]
+    spans = _merged(
+        [(0.9 * t.window[0], 1.1 * t.window[1]) if t.window else (0.9 * t.P, 1.33 * t.P) for t in found.transitions]
+    )
     if not spans:
         raise ProblemError("grid = None: the theory finds no transition to put the grid around; give one")
     outer = np.geomspace(0.45 * spans[0][0], 2.2 * spans[-1][1], points - points * 2 // 3)
@@ -184,7 +191,20 @@ def p_grid(found: Phases, points: int) -> list[int]:
     return grid
 
 
-def departure_places(found: Phases) -> list[int]:
+def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans in order; where more than MOST_SPANS overlap, as the jumps of many rows do, those that overlap are one."""
+    if len(spans) <= MOST_SPANS:
+        return spans
+    found = [spans[0]]
+    for low, high in spans[1:]:
+        if low <= found[-1][1]:
+            found[-1] = found[-1][0], max(high, found[-1][1])
+        else:
+            found.append((low, high))
+    return found
+
+
+def departure_places(found: Solution) -> list[int]:
     """The P of the departure from theory against width: before the last transition, and as a copy head."""
     last = found.transitions[-1]
     below, above = last.window or (last.P, last.P)
@@ -212,6 +232,22 @@ def plane_grid(spec: Reproduction, axis: Literal["length", "vocab"], attention: 
     return sorted({round(float(place)) for place in grid} - {0})
 
 
+def beyond_parts(spec: Reproduction) -> list[Part]:
+    """The work beyond the paper's task: Adam and the theory of the same data sets, both starts."""
+    found = []
+    for attention in spec.attentions:
+        problem = spec.problem.replace(attention=attention)
+        grid = list(spec.grid) if spec.grid else p_grid(solve(problem), spec.points)
+        refuse_too_large(problem, spec.network, grid[-1])
+        for number, seeds in enumerate(list(map(int, half)) for half in np.array_split(np.arange(spec.seeds), 2)):
+            if seeds:
+                arguments, cost = {"sequences": grid, "seeds": seeds}, len(grid) * len(seeds) * problem.heads**2
+                found.append(Part(f"adam-{attention}-{number}", "adam", problem, arguments, cost * spec.adam_steps * 4))
+                if problem.length * problem.vocab <= LARGEST_OWN:
+                    found.append(Part(f"exact-{attention}-{number}", "exact", problem, arguments, cost * 4e4))
+    return sorted(found, key=lambda part: (0 not in part.arguments["seeds"], -part.weight))
+
+
 def parts(spec: Reproduction) -> list[Part]:
     """All the work of a reproduction: of each half of the seeds the longest pieces first.
 
@@ -220,6 +256,9 @@ def parts(spec: Reproduction) -> list[Part]:
     Raises:
         ProblemError: if the sizes need too much memory, or the theory gives no grid of P.
     """
+    if spec.problem.beyond:
+        refuse_too_large(spec.problem, spec.network, max(spec.grid or (0,)))
+        return beyond_parts(spec)
     for axis in ("vocab", "length"):
         largest = spec.problem.replace(**{axis: plane_axes(spec, axis)[-1]})
         refuse_too_large(largest, spec.network, max(spec.grid or (0,)), " (the largest of the loss maps)")

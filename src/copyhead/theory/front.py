@@ -5,8 +5,8 @@ At given W the rows of softmax attention are independent. Row r, which may atten
     (n - 1) / n c^2 / (2 g_W) + (a t_r(c) - 2 b m_r(c)) / (2 kappa)
 
 with c its copy logit over the others, t_r and m_r the square of its attention and the part on the target. a = -dQ/dt and
-2 b = dQ/dm are those of the best W, which depends on the rows only through t = sum t_r and m = sum m_r. So a stationary point is
-a solution of two equations, however many rows there are.
+2 b = dQ/dm are those of the best W, which depends on the rows only through t = sum t_r and m = sum m_r. So a stationary point
+is a solution of two equations, however many rows there are.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Rows(NamedTuple):
 class Passing(NamedTuple):
     """Where one row passes cG = 1. n: positions it may attend to. P: nan where it does not in the range.
 
-    jump: P where it jumps, sides: its cG below and above, window: P of the folds between which it has two minima while the other
-    rows are in their best ones; all None where its cG grows smoothly.
+    jump: P where it jumps, sides: its cG below and above, window: P of the folds between which it has two minima while the
+    other rows are in their best ones; all None where its cG grows smoothly.
     """
 
     n: int
@@ -274,10 +274,15 @@ class Front:
                 found.append(one)
         return sorted(found, key=lambda one: one.action)
 
+    def logits(self, excess: Float[np.ndarray, "R"]) -> Float[np.ndarray, "1 R 2"]:
+        """Logits of given rows."""
+        with jax.enable_x64(True):
+            return np.asarray(lift(excess, self.task, "softmax"))
+
     def observe(self, excess: Float[np.ndarray, "R"], sequences: float) -> Parts:
         """Order parameters of given rows."""
         with jax.enable_x64(True):
-            found = parts(lift(excess, self.task, "softmax"), at_sequences(self.task, sequences), "softmax")
+            found = parts(self.logits(excess), at_sequences(self.task, sequences), "softmax")
             return Parts(*map(np.asarray, found))
 
     def minima(self, sequences: float) -> list[Minimum]:
@@ -286,10 +291,13 @@ class Front:
         Raises:
             ValueError: if P is outside the range.
         """
-        return [
-            described(self.observe(one.excess, sequences), self.task, "softmax", one.action, index > 0, self._stiffness(one))
-            for index, one in enumerate(self.at(sequences))
-        ]
+        return [self._minimum(one, index > 0) for index, one in enumerate(self.at(sequences))]
+
+    def _minimum(self, state: Rows, metastable: bool) -> Minimum:
+        found = self.observe(state.excess, state.P)
+        return described(
+            self.logits(state.excess), found, self.task, "softmax", state.action, metastable, self._stiffness(state)
+        )
 
     def _stiffness(self, state: Rows) -> float:
         """The least curvature of a row by c, over that of the prior."""

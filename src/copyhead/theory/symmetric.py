@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from copyhead.model import layout, targets, tokens
 from copyhead.model.attention import attention
 from copyhead.model.layout import Layout
-from copyhead.model.moments import Correlated, Independent
+from copyhead.model.moments import Correlated, Empirical, Independent
 from copyhead.model.prior import Prior, logit_energy, prior
 from copyhead.problem import Attention, Problem, ProblemError
 
@@ -42,7 +42,7 @@ class SymmetricTask(NamedTuple):
     row: Int[Array, "L"]
     target: Float[Array, "R K"]
     layout: Layout
-    moments: Independent | Correlated
+    moments: Independent | Correlated | Empirical
     prior: Prior
 
     @property
@@ -230,6 +230,8 @@ def _attended(logits: Float[Array, "H R K"], task: SymmetricTask, kind: Attentio
 def _target_square(task: SymmetricTask) -> Float[Array, ""]:
     if isinstance(task.moments, Independent):
         return task.moments.target_square(task.target, task.layout)
+    if isinstance(task.moments, Empirical):
+        return jnp.einsum("ai,aj,ijuu->", task.target, task.target, task.moments.tensor)
     return jnp.trace(task.moments.contract(task.target, task.target))
 
 

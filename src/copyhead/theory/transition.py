@@ -16,7 +16,9 @@ from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
+from copyhead.model.tokens import law
 from copyhead.problem import Attention, Problem
 from copyhead.theory import scalar
 from copyhead.theory.action import CopyTask, at, copy_task
@@ -53,7 +55,8 @@ class Minimum(NamedTuple):
     """A minimum of the action at one P. lowest: lowest Hessian eigenvalue in whitened coordinates, one for the bare prior.
 
     Beyond the paper's task. rows: cG of the leading head by position, None where a position is not scored. heads: cG by head,
-    in falling order of aG. classes: mean attention of the leading head on each class of entries.
+    in falling order of aG. classes: mean attention of the leading head on each class of entries. logits: in the layout of the
+    task.
     """
 
     order_parameters: AnyOrderParameters
@@ -63,10 +66,19 @@ class Minimum(NamedTuple):
     rows: tuple[float | None, ...] = ()
     heads: tuple[float, ...] = ()
     classes: tuple[float, ...] = ()
+    logits: Float[np.ndarray, "H R K"] | None = None
 
 
-def described(found: Parts, task: SymmetricTask, kind: Attention, action: float, metastable: bool, lowest: float) -> Minimum:
-    """A minimum beyond the paper's task."""
+def described(
+    logits: Float[np.ndarray, "H R K"],
+    found: Parts,
+    task: SymmetricTask,
+    kind: Attention,
+    action: float,
+    metastable: bool,
+    lowest: float,
+) -> Minimum:
+    """A minimum beyond the paper's task, from its logits in the layout of the task and what is read off them."""
     aG, cG, rows, classes = (np.asarray(part) for part in (found.aG, found.cG, found.rows, found.classes))
     sign = np.where((aG < 0) & (kind == "linear"), -1.0, 1.0)  # (G_h, W_h) and (-G_h, -W_h) are equally good
     order = np.argsort(-sign * aG, kind="stable")
@@ -75,7 +87,39 @@ def described(found: Parts, task: SymmetricTask, kind: Attention, action: float,
     by_position = rows[first] if task.index is None else np.repeat(cG[first], len(task.row))
     positions = tuple(float(sign[first] * by_position[row]) if row >= 0 else None for row in np.asarray(task.row))
     by_head = tuple(float(value) for value in (sign * cG)[order])
-    return Minimum(state, action, metastable, lowest, positions, by_head, tuple(map(float, sign[first] * classes[first])))
+    by_class = tuple(map(float, sign[first] * classes[first]))
+    return Minimum(state, action, metastable, lowest, positions, by_head, by_class, logits)
+
+
+def attention_by_lag(problem: Problem, minimum: Minimum) -> dict[str, float]:
+    """Mean attention of the leading head on one position of each lag of the target."""
+    lags = problem.lags or {}
+    values = sorted(set(lags.values()), key=lambda weight: (-abs(weight), -weight))
+    if law(problem).independent:  # lags of equal weight are one class
+        return {str(lag): minimum.classes[values.index(weight)] for lag, weight in lags.items()}
+    return {str(lag): minimum.classes[k] for k, lag in enumerate(sorted(lags, key=lambda lag: -abs(lags[lag])))}
+
+
+def numbers(minimum: Minimum, problem: Problem) -> dict[str, float]:
+    """All that a minimum says, by name: its order parameters, and beyond the paper's task those by row, head and lag.
+
+    rows[a]: cG at position a, for rows that may attend to 2, 4, 8, ... positions and for the last. heads[i], lags[k]: where
+    there are several.
+    """
+    found = {name: float(value) for name, value in minimum.order_parameters._asdict().items()}
+    if problem.causal:
+        found |= {f"rows[{a}]": float(minimum.rows[a] or 0) for a in shown_rows(minimum.rows)}
+    if problem.heads > 1:
+        found |= {f"heads[{index}]": value for index, value in enumerate(minimum.heads)}
+    if problem.lags is not None and len(problem.lags) > 1:
+        found |= {f"lags[{lag}]": value for lag, value in attention_by_lag(problem, minimum).items()}
+    return found
+
+
+def shown_rows(rows: tuple[float | None, ...]) -> list[int]:
+    """Positions that may attend to a power of two of positions, and the last one, if they are scored."""
+    last = len(rows) - 1
+    return [a for a in range(last + 1) if rows[a] is not None and ((a + 1) & a == 0 or a == last)]
 
 
 @partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
@@ -138,9 +182,9 @@ class Phases:
         if not isinstance(task, SymmetricTask):
             return Minimum(self.observe(point), point.action, metastable, point.lowest)
         with jax.enable_x64(True):
-            found = parts(lift(self.system.coordinates(point.z), task, kind), at_sequences(task, np.exp(point.log_p)), kind)
-            found = Parts(*map(np.asarray, found))
-        return described(found, task, kind, point.action, metastable, point.lowest)
+            logits = lift(self.system.coordinates(point.z), task, kind)
+            found = Parts(*map(np.asarray, parts(logits, at_sequences(task, np.exp(point.log_p)), kind)))
+        return described(np.asarray(logits), found, task, kind, point.action, metastable, point.lowest)
 
     @cached_property
     def transitions(self) -> tuple[Transition, ...]:
