@@ -17,10 +17,11 @@ from copyhead.study.diagram import Diagram
 from copyhead.study.scaling import Scaling
 from copyhead.theory.action import at, reduced_action, row_entries
 from copyhead.theory.precursors import Approach
+from copyhead.theory.solution import Solution
 from copyhead.theory.transition import Phases
 
 
-def theory_curves(found: Phases, problem: Problem) -> Figure:
+def theory_curves(found: Solution, problem: Problem) -> Figure:
     """All order parameters and the loss against P."""
     shown = quantities(found)
     figure, axes = panels(1, len(shown), 2.8 * len(shown), 2.8)
@@ -33,7 +34,7 @@ def theory_curves(found: Phases, problem: Problem) -> Figure:
     return figure
 
 
-def _range(found: Phases) -> tuple[float, float]:
+def _range(found: Solution) -> tuple[float, float]:
     marks = [place for t in found.transitions for place in (t.window or (t.P,))]
     if not marks:
         return math.exp(found.lower), math.exp(found.upper)

@@ -12,7 +12,7 @@ from copyhead.problem import Problem, ProblemError
 from copyhead.record import plain
 from copyhead.theory.action import copy_task
 from copyhead.theory.leading_order import leading_order
-from copyhead.theory.transition import Phases, phases
+from copyhead.theory.solution import Solution, solve
 
 NUMBERS = {int, float, int | None, float | None}
 NUMERIC = tuple(name for name, field in Problem.model_fields.items() if field.annotation in NUMBERS)
@@ -113,7 +113,7 @@ def diagram(problem: Problem, x: Axis, y: Axis, step: Callable[[], None] = lambd
         p_axis, other = (x, y) if x.name == "sequences" else (y, x)
         for index, value in enumerate(other.values):
             varied = problem.replace(**{other.name: value})
-            found = phases(varied, reach=p_axis.values)
+            found = solve(varied, reach=p_axis.values)
             _add_lines(lines, found, varied, index, len(other.values))
             for place, sequences in enumerate(p_axis.values):
                 state = found.minima(sequences)[0].order_parameters
@@ -123,7 +123,7 @@ def diagram(problem: Problem, x: Axis, y: Axis, step: Callable[[], None] = lambd
             step()
     else:
         for row, column in np.ndindex(shape):
-            found = phases(problem.replace(**{x.name: x.values[column], y.name: y.values[row]}))
+            found = solve(problem.replace(**{x.name: x.values[column], y.name: y.values[row]}))
             verdicts[row, column] = found.verdict
             if found.transitions:
                 strongest = (
@@ -141,11 +141,11 @@ def cost(x: Axis, y: Axis) -> int:
     return int(np.prod([len(axis.values) for axis in others]))
 
 
-def _add_lines(lines: dict[str, np.ndarray], found: Phases, problem: Problem, index: int, count: int) -> None:
+def _add_lines(lines: dict[str, np.ndarray], found: Solution, problem: Problem, index: int, count: int) -> None:
     scales = leading_order(problem)
     softmax = problem.attention == "softmax"
-    values = {"leading order": scales.copying_softmax if softmax else scales.copying_linear}
-    if not softmax:
+    values = {} if problem.beyond else {"leading order": scales.copying_softmax if softmax else scales.copying_linear}
+    if not softmax and not problem.beyond:
         values["leading order (pooling)"] = scales.pooling
     for transition in found.transitions:
         values[transition.kind] = transition.P
