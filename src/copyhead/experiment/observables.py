@@ -72,7 +72,7 @@ class HeadObservables(NamedTuple):
     c1, a1: mean of the allowed entries where T is zero, in scored rows. cG, aG: coefficient of T in what is above it.
     rows: cG by scored row, of the leading head. heads, heads_a: cG and aG by head, in falling order of aG, so that they do not
     depend on which head took which part. Heads of linear attention can be rotated into one another: they are taken with
-    orthogonal logits, and with tr W >= 0. lags: mean attention on each lag of the target over the rows that have it, leading
+    orthogonal logits, largest first, and each with a mean row sum >= 0. lags: mean attention on each lag of the target over the rows that have it, leading
     head; empty for a matrix. The losses are those of all heads together.
     """
 
@@ -193,10 +193,10 @@ def _heads(weights: Positional, yardstick: Yardstick, problem: Problem) -> HeadO
     logits, output = weights
     if problem.attention == "linear":
         # rotations of the heads into one another change nothing: the ones with orthogonal logits, largest first
-        weight = entries.columns
+        weight = entries.scored[:, None] * entries.columns
         turn = jnp.linalg.eigh(jnp.einsum("hab,ab,gab->hg", logits, weight, logits))[1][:, ::-1]
         logits, output = (jnp.einsum("hg,hab->gab", turn, part) for part in (logits, output))
-        sign = jnp.where(jnp.trace(output, axis1=-2, axis2=-1) < 0, -1.0, 1.0)[:, None, None]
+        sign = jnp.where(jnp.einsum("hab,ab->h", logits, weight) < 0, -1.0, 1.0)[:, None, None]
         logits, output = sign * logits, sign * output
     matrix = attention(logits, problem.attention, length, entries.columns)
     scored = targets.scored(targets.operator(problem)) > 0

@@ -209,6 +209,7 @@ def chi_shift(measured: dict[str, Measured], spec: Reproduction) -> Figure:
     figure, axes = panels(len(measured), 2, 10, 3 * len(measured))
     for row, (attention, results) in enumerate(measured.items()):
         windows = [t.window for t in results.theory.transitions if t.window]
+        assert results.exact is not None  # the paper's task is always compared with the theory of the same data
         places = [p for p in results.exact.sequences if not any(0.97 * w[0] <= p <= 1.03 * w[1] for w in windows)]
         for column, quantity in enumerate(("cG", "loss")):
             panel = axes[row, column]

@@ -139,7 +139,7 @@ def sector(c1: Float[np.ndarray, "chain draw"]) -> Float[np.ndarray, "chain"]:
 
 def signed(data: xr.Dataset, attention: str) -> xr.Dataset:
     """Turns mirror images (-G, -W) of linear attention into the sector of positive tr W, chain by chain."""
-    if attention != "linear":
+    if attention != "linear" or "heads" in data:  # those of several heads are signed where they are measured
         return data
     if "overlap" in data:
         mean = data.overlap.mean("draw") if "draw" in data.dims else data.overlap

@@ -181,10 +181,12 @@ def _exact_minimum(problem: Problem) -> Callable[..., tuple[dict[str, Any], floa
 
 def _exact_beyond(problem: Problem) -> Callable[..., tuple[dict[str, Any], float, bool]]:
     from copyhead.experiment.observables import population_moments
-    from copyhead.model import moments
+    from copyhead.model import moments, targets
     from copyhead.theory.own_data import full_logits, minimise, own_task, read
 
     population = population_moments(problem)
+    lags = [targets.shift(problem.length, lag, problem.cyclic) for lag in problem.lags or {}]
+    shifts = np.array(lags).reshape(-1, problem.length, problem.length)
 
     def minimum(data: np.ndarray, state: Minimum) -> tuple[dict[str, Any], float, bool]:
         assert state.logits is not None
@@ -192,7 +194,7 @@ def _exact_beyond(problem: Problem) -> Callable[..., tuple[dict[str, Any], float
         if problem.attention == "linear":  # G = 0 is stationary at any P, and so is a head that does nothing
             start = start + BESIDE_ZERO * np.random.default_rng(0).normal(size=start.shape)
         task = own_task(problem, moments.empirical(data, problem.vocab))
-        found = minimise(task, start, problem.attention, population)
+        found = minimise(task, start, problem.attention, population, shifts)
         return read(found, problem), found.gradient, found.converged
 
     return minimum

@@ -17,14 +17,18 @@ from copyhead.model.moments import Empirical, Moments
 from copyhead.model.prior import prior
 from copyhead.problem import Attention, Problem
 from copyhead.theory.descent import descend
-from copyhead.theory.symmetric import Parts, SymmetricTask, action_of, parts
+from copyhead.theory.symmetric import Parts, SymmetricTask, action_of, attention_on, parts
 
 
 class OwnMinimum(NamedTuple):
-    """A minimum on one data set. found: order parameters; its loss is that on the data. loss: on the population, same W."""
+    """A minimum on one data set. found: order parameters; its loss is that on the data. loss: on the population, same W.
+
+    lags: mean attention of each head on each lag of the target.
+    """
 
     found: Parts
     loss: float
+    lags: Float[np.ndarray, "H K"]
     logits: Float[np.ndarray, "H L L"]
     gradient: float
     converged: bool
@@ -52,12 +56,18 @@ def _value_and_gradient(logits: Array, task: SymmetricTask, kind: Attention) -> 
 
 
 def minimise(
-    task: SymmetricTask, start: Float[np.ndarray, "H L L"], kind: Attention, population: Moments, tolerance: float = 1e-6
+    task: SymmetricTask,
+    start: Float[np.ndarray, "H L L"],
+    kind: Attention,
+    population: Moments,
+    shifts: Float[np.ndarray, "K L L"],
+    tolerance: float = 1e-6,
 ) -> OwnMinimum:
     """Minimises S from a start (L-BFGS in float64): the minimum of the basin that the start lies in.
 
     Args:
         population: moments that the loss is measured on, with W at its best for the data of the task.
+        shifts: one matrix for each lag of the target.
         tolerance: on the largest entry of the gradient.
     """
     with jax.enable_x64(True):
@@ -71,7 +81,8 @@ def minimise(
         logits = found.place.reshape(start.shape)
         seen = Parts(*map(np.asarray, parts(logits, task, kind)))
         loss = _population_loss(jnp.asarray(logits), task, population, kind)
-    return OwnMinimum(seen, float(loss), logits, found.gradient, found.converged)
+        by_lag = np.asarray(attention_on(jnp.asarray(logits), task, kind, shifts))
+    return OwnMinimum(seen, float(loss), by_lag, logits, found.gradient, found.converged)
 
 
 def _population_loss(logits: Array, task: SymmetricTask, population: Moments, kind: Attention) -> Array:
@@ -82,27 +93,16 @@ def _population_loss(logits: Array, task: SymmetricTask, population: Moments, ki
 
 
 def read(found: OwnMinimum, problem: Problem) -> dict[str, Float[np.ndarray, "..."]]:
-    """Order parameters of a minimum: those of the leading head, rows, and heads in falling order of aG.
-
-    In linear attention every head is taken with the sign that makes its aG positive: (-G_h, -W_h) is equally good.
-    """
+    """Order parameters of a minimum: those of the leading head, rows, and heads in falling order of aG."""
     seen = found.found
-    sign = np.where((seen.aG < 0) & (problem.attention == "linear"), -1.0, 1.0)
-    order = np.argsort(-sign * seen.aG, kind="stable")
+    order = np.argsort(-seen.aG, kind="stable")
     first = order[0]
     scored = np.asarray(targets.scored(targets.operator(problem))) > 0
-    values = {name: sign[first] * getattr(seen, name)[first] for name in ("c1", "cG", "a1", "aG")}
-    kept = layout.masked(targets.operator(problem), targets.allowed(problem)).columns
-    matrix = attention(jnp.asarray(found.logits[first]), problem.attention, problem.length, kept)
-    by_lag = []
-    for lag in problem.lags or {}:
-        place = targets.shift(problem.length, lag, problem.cyclic)
-        by_lag.append(sign[first] * float(np.sum(place * np.asarray(matrix)) / np.sum(place)))
     return {
-        **{name: np.asarray(value) for name, value in values.items()},
+        **{name: getattr(seen, name)[first] for name in ("c1", "cG", "a1", "aG")},
         "loss": np.asarray(found.loss),
-        "rows": sign[first] * seen.rows[first][scored],
-        "heads": (sign * seen.cG)[order],
-        "heads_a": (sign * seen.aG)[order],
-        "lags": np.array(by_lag),
+        "rows": seen.rows[first][scored],
+        "heads": seen.cG[order],
+        "heads_a": seen.aG[order],
+        "lags": found.lags[first],
     }

@@ -294,20 +294,24 @@ def _excess(coordinates: Float[Array, "d"], task: SymmetricTask, kind: Attention
     return by_head[0] if kind == "linear" else jnp.mean(by_head)
 
 
-def _principal(logits: Array, matrices: Array) -> tuple[Array, Array]:
-    """Heads of linear attention rotated so that their logits are orthogonal, largest first; signs make aG positive later."""
-    gram = jnp.einsum("hrk,grk->hg", logits, logits)
-    turn = jnp.linalg.eigh(gram)[1][:, ::-1]
-    return jnp.einsum("hg,hrk->grk", turn, logits), jnp.einsum("hg,hrk->grk", turn, matrices)
+def _principal(logits: Array, matrices: Array, weight: Array) -> tuple[Array, Array]:
+    """Heads of linear attention rotated so that their logits are orthogonal, largest first, each with a mean row sum >= 0.
+
+    Rotations of heads into one another, and signs of single heads, change nothing else.
+    """
+    turn = jnp.linalg.eigh(jnp.einsum("hrk,rk,grk->hg", logits, weight, logits))[1][:, ::-1]
+    logits, matrices = (jnp.einsum("hg,hrk->grk", turn, part) for part in (logits, matrices))
+    sign = jnp.where(jnp.einsum("hrk,rk->h", matrices, weight) < 0, -1.0, 1.0)[:, None, None]
+    return sign * logits, sign * matrices
 
 
 @partial(jax.jit, static_argnames="kind")
 def parts(logits: Float[Array, "H R K"], task: SymmetricTask, kind: Attention) -> Parts:
     """Order parameters by head, row and class of logits in the layout of the task."""
     matrices = _attended(logits, task, kind)
-    if kind == "linear" and len(logits) > 1:
-        logits, matrices = _principal(logits, matrices)
     weight = task.layout.scored[:, None] * task.layout.columns
+    if kind == "linear":
+        logits, matrices = _principal(logits, matrices, weight)
     c1, cG = jax.vmap(lambda one: _coefficient(one, weight, task.target))(logits)
     off, aG = jax.vmap(lambda one: _coefficient(one, weight, task.target))(matrices)
     eye = jnp.eye(len(weight))
@@ -319,3 +323,13 @@ def parts(logits: Float[Array, "H R K"], task: SymmetricTask, kind: Attention) -
     # the derivative by the ridge is -|W|^2
     loss = (_target_square(task) - explained + ridge * slope) / number
     return Parts(c1, cG, task.prior.length * off, aG, rows, classes, loss)
+
+
+def attention_on(
+    logits: Float[Array, "H L L"], task: SymmetricTask, kind: Attention, shifts: Float[Array, "K L L"]
+) -> Float[Array, "H K"]:
+    """Mean attention of each head, in the order of `parts`, on the entries of each of K matrices of zeros and ones."""
+    matrices = _attended(logits, task, kind)
+    if kind == "linear":
+        _, matrices = _principal(logits, matrices, task.layout.scored[:, None] * task.layout.columns)
+    return jnp.einsum("hab,kab->hk", matrices, shifts) / jnp.sum(shifts, axis=(-2, -1))

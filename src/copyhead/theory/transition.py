@@ -79,15 +79,13 @@ def described(
     lowest: float,
 ) -> Minimum:
     """A minimum beyond the paper's task, from its logits in the layout of the task and what is read off them."""
-    aG, cG, rows, classes = (np.asarray(part) for part in (found.aG, found.cG, found.rows, found.classes))
-    sign = np.where((aG < 0) & (kind == "linear"), -1.0, 1.0)  # (G_h, W_h) and (-G_h, -W_h) are equally good
-    order = np.argsort(-sign * aG, kind="stable")
+    order = np.argsort(-np.asarray(found.aG), kind="stable")
     first = order[0]
-    state = OrderParameters(*(float(sign[first] * part[first]) for part in found[:4]), float(found.loss))
-    by_position = rows[first] if task.index is None else np.repeat(cG[first], len(task.row))
-    positions = tuple(float(sign[first] * by_position[row]) if row >= 0 else None for row in np.asarray(task.row))
-    by_head = tuple(float(value) for value in (sign * cG)[order])
-    by_class = tuple(map(float, sign[first] * classes[first]))
+    state = OrderParameters(*(float(np.asarray(part)[first]) for part in found[:4]), float(found.loss))
+    rows = np.asarray(found.rows)[first] if task.index is None else np.repeat(float(state.cG), len(task.row))
+    positions = tuple(float(rows[row]) if row >= 0 else None for row in np.asarray(task.row))
+    by_head = tuple(float(value) for value in np.asarray(found.cG)[order])
+    by_class = tuple(float(value) for value in np.asarray(found.classes)[first])
     return Minimum(state, action, metastable, lowest, positions, by_head, by_class, logits)
 
 
