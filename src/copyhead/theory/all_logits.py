@@ -20,6 +20,7 @@ from copyhead.model import layout, targets, tokens
 from copyhead.model.moments import Correlated, Independent
 from copyhead.model.prior import prior
 from copyhead.problem import Attention, Problem, ProblemError
+from copyhead.theory.action import CopyTask
 from copyhead.theory.descent import Descent, descend
 from copyhead.theory.front import Front
 from copyhead.theory.order_parameters import lift as lift_copy
@@ -32,7 +33,6 @@ from copyhead.theory.symmetric import (
     action_of,
     at_sequences,
     class_logits,
-    lift,
     parts,
     symmetric_task,
     turned,
@@ -49,8 +49,6 @@ TOLERANCE = 1e-6
 UNSTABLE = -1e-5
 # Times that a saddle is left; change of S, relative, and of aG that tell two minima apart.
 DEPARTURES, SAME_ACTION, SAME_ORDER = 4, 1e-6, 1e-3
-# Largest spread within classes, over the largest logit, of what counts as symmetric: above the error of a descent.
-SYMMETRIC = 1e-2
 
 Verdict = Literal["symmetric", "asymmetric", "no symmetric subspace"]
 
@@ -59,7 +57,8 @@ class State(NamedTuple):
     """A minimum over all logits, one of those that a permutation of heads or positions turns into one another.
 
     minimum: as on the symmetric subspace; its lowest eigenvalue is one for the bare prior. gradient: largest entry of |grad S|.
-    spread: largest distance of a logit from the mean of its class, None without known classes. starts: how many ended here.
+    spread: largest distance of a logit from the mean of its class, over all starts that ended here; None without known classes.
+    starts: their number.
     """
 
     logits: Float[np.ndarray, "H L L"]
@@ -179,26 +178,29 @@ def both_ways(pairs: Float[np.ndarray, "L V V"]) -> Float[np.ndarray, "D V V"]:
     return np.concatenate([pairs[:0:-1].transpose(0, 2, 1), pairs])
 
 
+def expanded(classes: Float[np.ndarray, "H R K"], task: CopyTask, problem: Problem) -> Float[np.ndarray, "H L L"]:
+    """All logits of given ones by class; zero where there is no class."""
+    if isinstance(task, SymmetricTask) and task.index is not None:
+        return classes[:, 0, np.asarray(task.index)]
+    return layout.compressed(targets.operator(problem), targets.allowed(problem)).expand(classes)
+
+
 def symmetric_minima(problem: Problem, sequences: float, solution: Solution) -> list[tuple[float, Float[np.ndarray, "H L L"]]]:
     """S and logits of every minimum on the symmetric subspace."""
-    entries = layout.compressed(targets.operator(problem), targets.allowed(problem))
+    kind = problem.attention
     with jax.enable_x64(True):
         if isinstance(solution, Front):
-            rows = solution.at(sequences)
-            return [
-                (one.action, entries.expand(np.asarray(lift(one.excess, solution.task, problem.attention)))) for one in rows
-            ]
-        task = solution.system.task
-        index = np.asarray(task.index) if isinstance(task, SymmetricTask) and task.index is not None else None
-        found = []
+            rows, task = solution.at(sequences), solution.task
+            return [(one.action, expanded(np.asarray(class_logits(one.excess, task, kind)), task, problem)) for one in rows]
+        task, found = solution.system.task, []
         for _, point in solution.points(math.log(sequences)):
             coordinates = solution.system.coordinates(point.z)
             if isinstance(task, SymmetricTask):
-                classes = np.asarray(class_logits(coordinates, task, problem.attention))
+                classes = np.asarray(class_logits(coordinates, task, kind))
             else:
                 assert isinstance(task, Task)
                 classes = np.asarray(lift_copy(coordinates, task.target))[None]
-            found.append((point.action, entries.expand(classes) if index is None else classes[:, 0, index]))
+            found.append((point.action, expanded(classes, task, problem)))
         return found
 
 
@@ -395,11 +397,13 @@ def check(
         logits = landscape.expand(reached.place)
         state = landscape.minimum(logits, reached.value, lowest, lags)
         known = next((k for k, one in enumerate(found) if _same(one.minimum, state)), None)
+        width = None if classes is None else spread(logits, classes)
         if known is None:
-            width = None if classes is None else spread(logits, classes)
             found.append(State(logits, state, reached.gradient, width, 1))
         else:
-            found[known] = found[known]._replace(starts=found[known].starts + 1)
+            one = found[known]
+            wider = None if one.spread is None or width is None else max(one.spread, width)
+            found[known] = one._replace(spread=wider, starts=one.starts + 1)
     found.sort(key=lambda one: one.minimum.action)
     ordered = tuple(one._replace(minimum=one.minimum._replace(metastable=k > 0)) for k, one in enumerate(found))
     lowest_symmetric = min((value for value, _ in symmetric), default=None)
