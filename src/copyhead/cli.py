@@ -105,6 +105,14 @@ def predict(
     finite_chi: Annotated[
         bool, typer.Option("--finite-chi", help="also P*, fluctuations, barrier and lifetimes at this chi (some seconds)")
     ] = False,
+    all_logits: Annotated[
+        bool,
+        typer.Option(
+            "--all-logits",
+            help="also the minima over all H L^2 logits at --at, beside the symmetric ones, or where no symmetry is known "
+            "(seconds to minutes)",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Order and place of every transition, from the exact minima of the action.
@@ -118,10 +126,12 @@ def predict(
     - `copyhead predict --preset paper --at 300 --json`
 
     - `copyhead predict --finite-chi --chi 15 --at 310`
+
+    - `copyhead predict --length 16 --causal --tokens markov:chain.csv --at 200 --all-logits`
     """
     from copyhead.prediction import predict as solve
 
-    found = solve(problem, finite_chi)
+    found = solve(problem, finite_chi, all_logits)
     typer.echo(json.dumps(found.to_dict()) if as_json else repr(found))
 
 

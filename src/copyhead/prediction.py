@@ -6,17 +6,19 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from copyhead.problem import Problem
+from copyhead.problem import Problem, ProblemError
 from copyhead.record import plain
 from copyhead.theory.front import Front, Passing
 from copyhead.theory.leading_order import LeadingOrder, leading_order
 from copyhead.theory.solution import Solution, solve
+from copyhead.theory.symmetric import NoSubspace
 from copyhead.theory.transition import Minimum, Phases, Transition, Verdict, attention_by_lag
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from copyhead.finite_chi import AtFiniteChi
+    from copyhead.theory.all_logits import Check
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,9 @@ class Prediction:
     status: "ok", or why the verdict is not to be trusted.
     leading_order: None where the problem has none, beyond the paper's task.
     front: where each row passes cG = 1, and where it jumps, under a causal mask; else None.
+    phases: None where no symmetric subspace is known; state then holds the minima over all logits.
     finite_chi: the same at problem.chi, to one loop; None unless asked for.
+    all_logits: the minima over all H L^2 logits at problem.sequences; None unless asked for.
     """
 
     problem: Problem
@@ -37,9 +41,10 @@ class Prediction:
     leading_order: LeadingOrder | None
     state: tuple[Minimum, ...] | None
     status: str
-    phases: Solution
+    phases: Solution | None
     finite_chi: AtFiniteChi | None = None
     front: tuple[Passing, ...] | None = None
+    all_logits: Check | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, as `copyhead predict --json` prints them."""
@@ -74,6 +79,8 @@ class Prediction:
             record["front"] = plain([one._asdict() for one in self.front])
         if self.finite_chi is not None:
             record["finite_chi"] = self.finite_chi.to_dict()
+        if self.all_logits is not None:
+            record["all_logits"] = self.all_logits.to_dict()
         return record
 
     def _details(self, minimum: Minimum) -> dict[str, Any]:
@@ -88,9 +95,15 @@ class Prediction:
         return found
 
     def plot(self) -> Figure:
-        """Order parameters and loss against P: minima as lines, metastable ones dashed, the window shaded."""
+        """Order parameters and loss against P: minima as lines, metastable ones dashed, the window shaded.
+
+        Raises:
+            ProblemError: where no symmetric subspace is known.
+        """
         from copyhead.report.theory_figures import theory_curves
 
+        if self.phases is None:
+            raise ProblemError(f"{self.status}: nothing to plot against P")
         return theory_curves(self.phases, self.problem)
 
     def __repr__(self) -> str:
@@ -126,6 +139,8 @@ class Prediction:
             lines += [f"    n = {one.n}: {_passing(one)}" for one in self.front if one.n in _shown_rows(self.front)]
         if self.finite_chi is not None:
             lines += self.finite_chi.lines()
+        if self.all_logits is not None:
+            lines += self.all_logits.lines()
         if self.status != "ok":
             lines.append(f"  status: {self.status}")
         return "\n".join(lines)
@@ -155,28 +170,46 @@ def _passing(one: Passing) -> str:
     )
 
 
-def predict(problem: Problem, finite_chi: bool = False) -> Prediction:
+def predict(problem: Problem, finite_chi: bool = False, all_logits: bool = False) -> Prediction:
     """Order and place of every transition of the copy task, and the minima at problem.sequences if that is given.
 
     Exact minima of the action with population moments, chi -> infinity (theory.md sections 3 to 5).
 
     Args:
         finite_chi: also P*(chi), fluctuations and barriers at problem.chi (section 11), which takes seconds to compile.
+        all_logits: also the minima over all H L^2 logits at problem.sequences, from many starts. Where no symmetric subspace is
+            known they are the only answer: without transitions, the verdict undetermined.
 
     Raises:
-        ProblemError: where the order-parameter theory does not apply (token_scale > 0 without cyclic symmetry, or content
-            without token_scale); with finite_chi also for content = True or separate query and key matrices.
+        ProblemError: where the order-parameter theory does not apply (no symmetric subspace is known, and all_logits is not
+            asked for; content without token_scale); with finite_chi also for content = True or separate query and key
+            matrices, and with all_logits for these, without problem.sequences, and for more logits than are feasible.
     """
     if finite_chi:
         from copyhead.theory.effective_action import gaussian_task
 
         gaussian_task(problem)  # refuses what the expansion does not cover before a search that may take long
-    found = solve(problem.replace(sequences=None))
-    here, state, expanded = found, None, None
+    if all_logits:
+        from copyhead.theory.all_logits import unreduced_task
+
+        if problem.sequences is None:
+            raise ProblemError("sequences = None: must be given (--at P) for the minima over all logits")
+        unreduced_task(problem)  # likewise
+    try:
+        found = solve(problem.replace(sequences=None))
+    except NoSubspace as error:
+        if not all_logits:
+            raise ProblemError(f"{error}; minima over all logits at one P: --at P --all-logits") from None
+        return _without_subspace(problem, str(error))
+    here, state, expanded, checked = found, None, None, None
     if problem.sequences is not None:
         # outside the range of the transitions the branches are followed that far
         here = found if found.lower <= math.log(problem.sequences) <= found.upper else solve(problem)
         state = tuple(here.minima(problem.sequences))
+        if all_logits:
+            from copyhead.theory.all_logits import check
+
+            checked = check(problem, problem.sequences, solution=here)
     if finite_chi and isinstance(here, Phases):
         from copyhead.finite_chi import at_finite_chi
 
@@ -184,6 +217,19 @@ def predict(problem: Problem, finite_chi: bool = False) -> Prediction:
     status = "ok" if found.complete else "incomplete: a branch of minima could not be followed to the end of the range of P"
     if state == ():
         status = f"incomplete: no minimum was found at P = {problem.sequences:g}"
+    if checked is not None and checked.verdict == "asymmetric":
+        status = f"asymmetric: at P = {checked.sequences:g} a minimum without the symmetry is lower by {checked.difference:.3g}"
     scales = None if problem.beyond else leading_order(problem)
     front = found.passing if isinstance(found, Front) else None
-    return Prediction(problem, found.verdict, found.transitions, scales, state, status, found, expanded, front)
+    return Prediction(problem, found.verdict, found.transitions, scales, state, status, found, expanded, front, checked)
+
+
+def _without_subspace(problem: Problem, reason: str) -> Prediction:
+    """What the full matrix says at one P."""
+    from copyhead.theory.all_logits import check
+
+    assert problem.sequences is not None
+    checked = check(problem, problem.sequences)
+    state = tuple(one.minimum for one in checked.states)
+    status = f"no transitions: {reason}"
+    return Prediction(problem, "undetermined", (), None, state, status, None, all_logits=checked)

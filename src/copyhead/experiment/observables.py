@@ -72,7 +72,8 @@ class HeadObservables(NamedTuple):
     c1, a1: mean of the allowed entries where T is zero, in scored rows. cG, aG: coefficient of T in what is above it.
     rows: cG by scored row, of the leading head. heads, heads_a: cG and aG by head, in falling order of aG, so that they do not
     depend on which head took which part. Heads of linear attention can be rotated into one another: they are taken with
-    orthogonal logits, largest first, and each with a mean row sum >= 0. lags: mean attention on each lag of the target over the rows that have it, leading
+    orthogonal logits, largest first, and each with a mean row sum >= 0.
+    lags: mean attention on each lag of the target over the rows that have it, leading
     head; empty for a matrix. The losses are those of all heads together.
     """
 

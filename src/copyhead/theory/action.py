@@ -16,7 +16,7 @@ from copyhead.problem import Attention, Problem, ProblemError
 from copyhead.theory.content import ContentTask, content_action, content_task
 from copyhead.theory.order_parameters import lift
 from copyhead.theory.posterior import Task, action
-from copyhead.theory.symmetric import SymmetricTask, at_sequences, dimension, symmetric_action, symmetric_task
+from copyhead.theory.symmetric import NoSubspace, SymmetricTask, at_sequences, dimension, symmetric_action, symmetric_task
 
 CopyTask = Task | ContentTask | SymmetricTask
 
@@ -25,8 +25,9 @@ def copy_task(problem: Problem) -> CopyTask:
     """The copy task in its commutant, with population moments of uniform tokens at P = 1.
 
     Raises:
-        ProblemError: for token_scale > 0 without cyclic symmetry, where the symmetric ansatz is not exact (the token part
-            of the kernel couples the rows, and positions are no longer equivalent); for content = True see `content_task`.
+        NoSubspace: for token_scale > 0 without cyclic symmetry, where the symmetric ansatz is not exact (the token part of the
+            kernel couples the rows, and positions are no longer equivalent).
+        ProblemError: for content = True see `content_task`.
     """
     if problem.content:
         problem.require_paper("content = True is known")
@@ -34,7 +35,7 @@ def copy_task(problem: Problem) -> CopyTask:
     if problem.beyond:
         return symmetric_task(problem)
     if problem.token_scale > 0 and not problem.cyclic:
-        raise ProblemError("token_scale > 0: the order-parameter theory needs cyclic = True; use the full matrix instead")
+        raise NoSubspace("token_scale > 0: the order-parameter theory needs cyclic = True")
     return Task(
         np.array([[1.0, 0.0]]),
         moments.uniform_population(problem.vocab),

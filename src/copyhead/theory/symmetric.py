@@ -28,6 +28,10 @@ MOST_CORRELATED = 1000
 _TINY = 1e-300
 
 
+class NoSubspace(ProblemError):
+    """No symmetric subspace is known; the minima over all logits may be (`all_logits`)."""
+
+
 class SymmetricTask(NamedTuple):
     """A task and the subspace in which its stationary points are sought. Coordinates: head, row class, entry class.
 
@@ -55,7 +59,8 @@ def symmetric_task(problem: Problem) -> SymmetricTask:
     """The task at P = 1.
 
     Raises:
-        ProblemError: where no symmetric subspace is known.
+        NoSubspace: where no symmetric subspace is known.
+        ProblemError: for attention that reads tokens, separate query and key matrices, and too many correlated tokens.
     """
     problem.require_fused_positional("masks, heads, other targets and token laws are known")
     law, target, mask = tokens.law(problem), targets.operator(problem), targets.allowed(problem)
@@ -65,7 +70,7 @@ def symmetric_task(problem: Problem) -> SymmetricTask:
         return _lag_task(problem, law, target, numbers)
     classes = layout.compressed(target, mask)
     if problem.token_scale > 0 and (len(classes.layout.rows) > 1 or not _columns_alike(target)):
-        raise ProblemError(f"token_scale = {problem.token_scale:g}: must be 0 where rows or columns of the target differ")
+        raise NoSubspace(f"token_scale = {problem.token_scale:g}: must be 0 where rows or columns of the target differ")
     kinds, count = np.unique(probability[probability > 0], return_counts=True)
     moments = Independent(np.float64(1), kinds, count.astype(float))
     heads = np.ones(problem.heads)
@@ -81,7 +86,7 @@ def _columns_alike(target: Float[np.ndarray, "L L"]) -> bool:
 def _lag_task(problem: Problem, law: tokens.Law, target: Float[np.ndarray, "L L"], numbers: Prior) -> SymmetricTask:
     """Correlated tokens in the cyclic model: A and G are circulant, one class for each lag; those of the target first."""
     if problem.lags is None or not problem.cyclic:
-        raise ProblemError(
+        raise NoSubspace(
             f"tokens = {problem.tokens!r}: correlated tokens need cyclic = True and a target of lags (else no symmetry)"
         )
     if problem.vocab > MOST_CORRELATED:
@@ -305,13 +310,21 @@ def _principal(logits: Array, matrices: Array, weight: Array) -> tuple[Array, Ar
     return sign * logits, sign * matrices
 
 
+def turned(
+    logits: Float[Array, "H R K"], task: SymmetricTask, kind: Attention
+) -> tuple[Float[Array, "H R K"], Float[Array, "H R K"]]:
+    """Logits and attention of the heads; those of linear attention are rotated to their principal ones."""
+    matrices = _attended(logits, task, kind)
+    if kind == "softmax":
+        return logits, matrices
+    return _principal(logits, matrices, task.layout.scored[:, None] * task.layout.columns)
+
+
 @partial(jax.jit, static_argnames="kind")
 def parts(logits: Float[Array, "H R K"], task: SymmetricTask, kind: Attention) -> Parts:
     """Order parameters by head, row and class of logits in the layout of the task."""
-    matrices = _attended(logits, task, kind)
+    logits, matrices = turned(logits, task, kind)
     weight = task.layout.scored[:, None] * task.layout.columns
-    if kind == "linear":
-        logits, matrices = _principal(logits, matrices, weight)
     c1, cG = jax.vmap(lambda one: _coefficient(one, weight, task.target))(logits)
     off, aG = jax.vmap(lambda one: _coefficient(one, weight, task.target))(matrices)
     eye = jnp.eye(len(weight))
@@ -329,7 +342,5 @@ def attention_on(
     logits: Float[Array, "H L L"], task: SymmetricTask, kind: Attention, shifts: Float[Array, "K L L"]
 ) -> Float[Array, "H K"]:
     """Mean attention of each head, in the order of `parts`, on the entries of each of K matrices of zeros and ones."""
-    matrices = _attended(logits, task, kind)
-    if kind == "linear":
-        _, matrices = _principal(logits, matrices, task.layout.scored[:, None] * task.layout.columns)
+    _, matrices = turned(logits, task, kind)
     return jnp.einsum("hab,kab->hk", matrices, shifts) / jnp.sum(shifts, axis=(-2, -1))
