@@ -27,7 +27,7 @@ from scipy.optimize import root
 
 from copyhead.model import tokens
 from copyhead.problem import Problem
-from copyhead.theory.order_parameters import order_of
+from copyhead.theory.order_parameters import OrderParameters, order_of
 from copyhead.theory.symmetric import Parts, SymmetricTask, at_sequences, lift, parts, symmetric_task
 from copyhead.theory.transition import Minimum, Transition, Verdict, described
 
@@ -166,7 +166,7 @@ class Front:
                 place = np.where(flat, place, low - at_low * (high - low) / np.where(flat, 1.0, at_high - at_low))
             falls = self._slope(place, pull) < 0
             low, high = np.where(falls, place, low), np.where(falls, high, place)
-        return place
+        return np.where(self.lengths > 1, place, 0.0)  # a row that sees one position has no choice
 
     def solve(self, sequences: float, choice: Choice, start: tuple[float, float]) -> Rows:
         """The self-consistent state in which every row is in the chosen minimum, from a guess of (t, m)."""
@@ -197,7 +197,7 @@ class Front:
         prior, n = self.task.prior, self.lengths
         _, on = self._attention(excess)
         # t = m^2 + (1 - m)^2 / (n - 1) and dm/dc = m (1 - m)
-        square = 2 * on - 2 * (1 - on) / (n - 1)
+        square = 2 * on - 2 * (1 - on) / np.maximum(n - 1, 1)
         own = (n - 1) / n * excess / (prior.logit_variance * prior.position_scale**2)
         return own + (pull[0] * square - 2 * pull[1]) * on * (1 - on) / (2 * prior.kappa)
 
@@ -280,6 +280,10 @@ class Front:
             found = parts(lift(excess, self.task, "softmax"), at_sequences(self.task, sequences), "softmax")
             return Parts(*map(np.asarray, found))
 
+    def _order(self, excess: Float[np.ndarray, "R"], sequences: float) -> OrderParameters:
+        """Order parameters as floats, which JSON holds."""
+        return OrderParameters(*map(float, order_of(self.observe(excess, sequences))))
+
     def minima(self, sequences: float) -> list[Minimum]:
         """As `Phases.minima`; the lowest eigenvalue is that of one row, W fixed.
 
@@ -296,7 +300,9 @@ class Front:
         step = 1e-4
         ends = (self._slope(state.excess + sign * step, state.pull) for sign in (1, -1))
         bare = (self.lengths - 1) / self.lengths / (self.task.prior.logit_variance * self.task.prior.position_scale**2)
-        return float(np.min((next(ends) - next(ends)) / (2 * step) / bare))
+        curvature = (next(ends) - next(ends)) / (2 * step)
+        seeing = bare > 0
+        return float(np.min(curvature[seeing] / bare[seeing])) if np.any(seeing) else 1.0
 
     @cached_property
     def transitions(self) -> tuple[Transition, ...]:
@@ -305,7 +311,7 @@ class Front:
         for one in self.passing:
             if one.jump is not None:
                 sides = (self._interpolated(math.log(one.jump) + sign * 1e-7) for sign in (-1, 1))
-                before, after = (order_of(self.observe(excess, one.jump)) for excess in sides)
+                before, after = (self._order(excess, one.jump) for excess in sides)
                 found.append(Transition("first-order", one.jump, one.window, before, after))
         if found:
             return tuple(sorted(found, key=lambda transition: transition.P))
@@ -316,7 +322,7 @@ class Front:
         if top in (0, len(fine) - 1):
             return ()
         place = math.exp(fine[top])
-        state = order_of(self.observe(self._interpolated(fine[top]), place))
+        state = self._order(self._interpolated(fine[top]), place)
         return (Transition("crossover", place, None, state, state),)
 
     @property
