@@ -262,42 +262,45 @@ def test_the_new_route_is_the_action_of_the_paper(kind):
         assert float(symmetric.symmetric_action(place, new, kind)) == pytest.approx(expected, rel=ROUNDING)
 
 
-def lowest(task, kind, starts) -> tuple[float, np.ndarray]:
-    """The least action that descents from the given starts reach, and its place."""
-    function = jax.jit(jax.value_and_grad(lambda c: symmetric.symmetric_action(c, task, kind)))
-    found = [descend(lambda c: tuple(map(np.asarray, function(c))), np.asarray(start, float), 1e-9).place for start in starts]
-    return min(((float(function(place)[0]), place) for place in found), key=lambda pair: pair[0])
+class Compiled:
+    """S of one problem with its gradient and Hessian, as functions of the coordinates and P."""
+
+    def __init__(self, problem: Problem):
+        self.task, kind = symmetric_task(problem), problem.attention
+
+        def action(c, sequences):
+            return symmetric.symmetric_action(c, symmetric.at_sequences(self.task, sequences), kind)
+
+        self.action = jax.jit(action)
+        self.both = jax.jit(jax.value_and_grad(action))
+        self.hessian = jax.jit(jax.hessian(action))
+
+    def minimum(self, start, sequences: float) -> tuple[float, np.ndarray]:
+        """Where a descent ends."""
+        place = descend(lambda c: tuple(map(np.asarray, self.both(c, sequences))), np.asarray(start, float), 1e-9).place
+        return float(self.action(place, sequences)), place
 
 
 def test_two_heads_break_their_symmetry_in_a_jump():
     """theory.md, section 9: between P = 250 and 275. In the window 235.298 - 314.175 equal heads and different ones coexist."""
-    problem = paper(heads=2)
-    bare = symmetric_task(problem)
+    two = Compiled(paper(heads=2))
+
+    def equal(sequences):
+        """A descent from equal heads keeps them equal; stationary to 1e-9."""
+        value, place = two.minimum([0.3, 0.3], sequences)
+        assert place[0] == pytest.approx(place[1], abs=1e-9)
+        return value, place
 
     def difference(sequences):
-        """Action of the best different heads minus that of the best equal ones."""
-        task = symmetric.at_sequences(bare, sequences)
-        different, place = lowest(task, "softmax", [[2.0, -1.0], [1.5, -0.5], [2.5, -1.5]])
+        value, place = two.minimum([2.0, -1.0], sequences)
         assert np.ptp(place) > 1
-        equal = lowest_equal(task)
-        return different - symmetric.symmetric_action(equal, task, "softmax")
-
-    def lowest_equal(task):
-        grid = np.linspace(0, 1, 2001)
-        values = jax.vmap(lambda c: symmetric.symmetric_action(jnp.stack([c, c]), task, "softmax"))(grid)
-        c = grid[int(np.argmin(values))]
-        one = jax.value_and_grad(lambda c: symmetric.symmetric_action(jnp.stack([c[0], c[0]]), task, "softmax"))
-        found = descend(lambda c: tuple(map(np.asarray, one(c))), np.array([c]), 1e-10).place[0]
-        return np.array([found, found])
+        return value - equal(sequences)[0]
 
     assert difference(250.0) > 0 > difference(275.0)
-    # the value of the package, 252.096: the sign changes within 0.01 of it
+    # the value of the package, 252.096, within 0.01
     assert difference(252.086) > 0 > difference(252.106)
     for sequences, stable in ((313.9, True), (314.5, False)):
-        task = symmetric.at_sequences(bare, sequences)
-        equal = lowest_equal(task)
-        hessian = np.asarray(jax.hessian(lambda c, task=task: symmetric.symmetric_action(c, task, "softmax"))(equal))
-        values, vectors = np.linalg.eigh(hessian)
+        values, vectors = np.linalg.eigh(np.asarray(two.hessian(equal(sequences)[1], sequences)))
         assert (values[0] > 0) == stable
         # a pitchfork: what gets soft is the difference of the heads, while equal heads stay stable
         assert abs(vectors[0, 0] + vectors[1, 0]) < 1e-6
@@ -329,33 +332,30 @@ def test_rotations_of_linear_heads_change_nothing():
 
 @pytest.mark.parametrize("heads", [2, 4])
 def test_a_second_linear_head_becomes_active_at_one_place_for_any_number(heads):
-    """The value of the package is 618.795: the Hessian on the logits of all heads, where one is active, loses its sign there."""
-    problem = paper(attention="linear", heads=heads)
-    bare = symmetric_task(problem)
-    one = symmetric_task(paper(attention="linear"))
-    signs = []
+    """The value of the package is 618.795: the Hessian on the logits of all heads, with one active, loses its sign there."""
+    many, one = (Compiled(paper(attention="linear", heads=count)) for count in (heads, 1))
+    shape, signs = many.task.shape, []
+
+    @jax.jit
+    def action(free, sequences):
+        return symmetric.action_of(free.reshape(shape), symmetric.at_sequences(many.task, sequences), "linear")
+
+    hessian = jax.jit(jax.hessian(action))
     for sequences in (600.0, 618.7, 618.9, 640.0):
-        task, alone = (symmetric.at_sequences(each, sequences) for each in (bare, one))
-        _, place = lowest(alone, "linear", [[5.0, 0.1]])
-        action = jax.jit(lambda free, task=task: symmetric.action_of(free.reshape(task.shape), task, "linear"))
+        value, place = one.minimum([5.0, 0.1], sequences)
         active = np.concatenate([place, np.zeros(2 * (heads - 1))])
-        assert np.abs(np.asarray(jax.grad(action)(active))).max() < 1e-5
-        values = np.linalg.eigvalsh(np.asarray(jax.hessian(action)(active)))
+        values = np.linalg.eigvalsh(np.asarray(hessian(active, sequences)))
         # the rotations of the active head into each other one are H - 1 flat directions; the rest decides
         rest = values[np.argsort(np.abs(values))[heads - 1 :]]
         signs.append(rest.min() > 0)
-        if sequences == 640.0:
-            value, found = lowest(task, "linear", [coordinates_near(active, task)])
-            assert value < float(action(active)) - 1e-6
-            rank = np.linalg.matrix_rank(np.asarray(symmetric.class_logits(found, task, "linear"))[:, 0], tol=1e-2)
-            assert rank == 2
+        if sequences != 640.0:
+            continue
+        near = active.reshape(shape) + 0.1 * np.random.default_rng(0).normal(size=shape)
+        below, found = many.minimum(symmetric.coordinates_of(near, many.task, "linear"), sequences)
+        assert below < value - 1e-6
+        logits = np.asarray(symmetric.class_logits(found, many.task, "linear"))[:, 0]
+        assert np.linalg.matrix_rank(logits, tol=1e-2) == 2
     assert signs == [True, True, False, False]
-
-
-def coordinates_near(active, task) -> np.ndarray:
-    """Coordinates of heads that are a little away from the given ones."""
-    heads = active.reshape(task.shape) + 0.1 * np.random.default_rng(0).normal(size=task.shape)
-    return symmetric.coordinates_of(heads, task, "linear")
 
 
 def test_starts_of_linear_heads_are_their_own_coordinates():

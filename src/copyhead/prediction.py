@@ -99,7 +99,8 @@ class Prediction:
         lines = [
             f"{self.verdict} ({p.attention} attention, L = {p.length}, V = {p.vocab}, sigma^2 = {p.noise:g}, "
             f"g_W = {p.logit_variance:g}, g_O = {p.output_variance:g}, tau_x = {p.token_scale:g}"
-            f"{', attention reads the tokens' if p.content else ''}{''.join(f', {part}' for part in p.beyond)}; chi -> infinity)"
+            f"{', attention reads the tokens' if p.content else ''}{''.join(f', {part}' for part in p.beyond)}; "
+            "chi -> infinity)"
         ]
         leading = self.leading_order
         scales = (None, None, None) if leading is None else (leading.copying_softmax, leading.copying_linear, leading.pooling)
