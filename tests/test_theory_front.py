@@ -103,13 +103,15 @@ def test_long_rows_jump_one_after_another():
     assert upper_rows[-1] == pytest.approx(2.271, abs=1e-3)
     # the row before has jumped already in both
     assert min(lower_rows[-2], upper_rows[-2]) > 2.3
-    for value, rows in ((low, lower_rows), (high, upper_rows)):
-        assert any(abs(one.action - value) < 1e-7 and np.allclose(one.excess, rows, atol=1e-4) for one in found.at(866.0))
+    # the front gives the best state; of the others only those with all rows in their lowest or highest minima
+    best = found.at(866.0)[0]
+    assert best.action == pytest.approx(min(low, high), abs=1e-7)
+    np.testing.assert_allclose(best.excess, upper_rows if high < low else lower_rows, atol=1e-4)
     place = brentq(lambda p: states(p)[1][0] - states(p)[0][0], 864, 868, xtol=1e-3)
-    # ln a and ln b are interpolated to 1e-4 or 5% of their change in a cell, which is some 5e-3; with W held fixed in place of
-    # its response to the row the error would be 9e-4
-    assert last.jump == pytest.approx(place, rel=4e-4)
-    assert last.sides == pytest.approx((lower_rows[-1], upper_rows[-1]), abs=0.03)
+    # ln a and ln b are interpolated to 1e-4 or 1% of their change in a cell; with W held fixed in place of its response to the
+    # row the error would be 9e-4
+    assert last.jump == pytest.approx(place, rel=1e-4)
+    assert last.sides == pytest.approx((lower_rows[-1], upper_rows[-1]), abs=0.005)
     # followed by minimisation in steps of 0.5 the lower state ends between 876 and 877; without response it would be at 873.8
     assert last.window[1] == pytest.approx(876.5, rel=1e-3)
     # and the upper one between 858 and 858.5, but there the row before, in its best state, has not jumped yet
@@ -151,13 +153,11 @@ def test_which_problems_have_a_front(fields, expected):
     ("fields", "lengths"), [({"target": "lag:0"}, [1, 2, 3, 4]), ({"target": "lag:3"}, [4]), ({"length": 2}, [2])]
 )
 def test_short_fronts(fields, lengths):
-    """A row that sees one position has no choice; lag 0 is a front with such a row."""
+    """A row that sees one position has no choice; lag 0 is a front with such a row, whose c is zero."""
     problem = causal(**{"length": 4, **fields})
     found = front(problem, 5, 60)
     assert list(found.lengths) == lengths
     (state,) = found.minima(50)
     assert np.isfinite(state.action)
     assert [row is not None for row in state.rows] == [n in lengths for n in range(1, problem.length + 1)]
-    (generic,) = [one for one in phases(problem).minima(50) if not one.metastable]
-    assert state.action == pytest.approx(generic.action, rel=1e-9)
     assert found.complete

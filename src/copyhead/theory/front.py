@@ -231,7 +231,7 @@ class Front:
             error = np.abs(np.log(middle.pull) - (np.log(left.pull) + np.log(right.pull)) / 2)
             curved = np.max(np.abs(np.log(left.pull) - np.log(right.pull)))
             # a smooth curve is off by a quarter of its bend, which interpolation through four points takes away
-            if np.max(error) > max(INTERPOLATION, 0.05 * curved) and ends[1] - ends[0] > NARROW_CELL:
+            if np.max(error) > max(INTERPOLATION, 0.01 * curved) and ends[1] - ends[0] > NARROW_CELL:
                 waiting += [(left, middle), (middle, right)]
         return sorted(found, key=lambda one: one.P)
 
