@@ -70,9 +70,9 @@ PASSING = {4: 146.617, 8: 164.271, 16: 211.986, 24: 255.844, 32: 296.766}
 def test_where_rows_pass(paper, n):
     found = {one.n: one for one in paper.passing}
     place = found[n].P
-    assert place == pytest.approx(PASSING[n], rel=1e-5)
-    # 1e-5 on either side: a row grows by about 5 for each unit of ln P
-    below, above = (Direct(32).minimum(np.ones(31), place * (1 + sign * 1e-5))[1][n - 2] for sign in (-1, 1))
+    # between its states the front interpolates: good to 5e-5, a bound below the 1e-4 that it aims at
+    assert place == pytest.approx(PASSING[n], rel=5e-5)
+    below, above = (Direct(32).minimum(np.ones(31), place * (1 + sign * 5e-5))[1][n - 2] for sign in (-1, 1))
     assert below < 1 < above
     assert found[n].jump is None
 
