@@ -111,7 +111,42 @@ def test_predict_from_a_file(capsys, tmp_path):
     assert (problem["length"], problem["vocab"], problem["attention"]) == (20, 6, "linear")
 
 
+def test_predict_with_a_causal_mask(capsys):
+    code, out, _ = run(capsys, "predict", "--causal", "--length", "6", "--at", "40", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["leading_order"] is None
+    (state,) = found["state"]
+    assert len(state["rows"]) == 6
+    assert state["rows"][0] is None
+    assert all(isinstance(row, float) for row in state["rows"][1:])
+    assert [set(one) >= {"n", "P"} for one in found["front"]] == [True] * 5
+    assert [one["n"] for one in found["front"]] == [2, 3, 4, 5, 6]
+    assert found["verdict"] == "crossover"
+    assert isinstance(found["transitions"][0]["before"]["loss"], float)
+
+
+def test_predict_with_heads_and_lags(capsys):
+    arguments = ["--length", "6", "--target", "lags:1=1,2=0.5", "--heads", "2", "--at", "200", "--json"]
+    _, out, _ = run(capsys, "predict", *arguments)
+    found = json.loads(out)
+    for state in found["state"]:
+        assert len(state["heads"]) == 2
+        assert set(state["lags"]) == {"1", "2"}
+    best = found["state"][0]
+    assert best["heads"] == sorted(best["heads"], reverse=True)
+    assert best["lags"]["1"] > best["lags"]["2"]
+    assert "rows" not in best
+    assert "front" not in found
+
+
 WRONG = [
+    (["predict", "--heads", "9"], "heads = '9': must be an integer >= 1 and <= 8"),
+    (["predict", "--target", "lag:32"], "target = 'lag:32': lags must be >= 0 and < length = 32"),
+    (["predict", "--target", "matrix:missing"], "target file = 'missing': cannot be read"),
+    (["predict", "--causal", "--cyclic"], "causal = True: needs cyclic = False"),
+    (["predict", "--causal", "--token-scale", "1"], "token_scale = 1: must be 0 where rows or columns of the target differ"),
+    (["predict", "--causal", "--head-dimension", "8"], "head_dimension = 8: "),
     (["predict", "--vocab", "1"], "vocab = '1': must be an integer >= 2"),
     (["predict", "--length", "1"], "length = '1': must be an integer >= 2"),
     (["predict", "--length", "abc"], "length = 'abc': must be an integer >= 2"),

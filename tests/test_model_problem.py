@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from copyhead.prediction import predict
 from copyhead.problem import PRESETS, Problem, ProblemError
 
 PAPER = {"length": 32, "vocab": 4, "noise": 0.9}
@@ -98,6 +99,108 @@ def test_kappa_is_the_noise_times_the_scored_positions(cyclic, scored):
     problem = Problem(**PAPER, cyclic=cyclic)
     assert problem.scored == scored
     assert problem.kappa == scored * 0.9  # exact: the same product
+
+
+def written(path: Path, text: str | bytes) -> str:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize("target", ["lag:32", "lags:1=0", "lags:1=1,1=-1", "lags:2=1,40=1"])
+def test_lags_are_below_the_length_and_not_all_zero(target):
+    with pytest.raises(ProblemError) as caught:
+        Problem(**PAPER, target=target).scored  # noqa: B018
+    expected = "lags must be >= 0 and < length = 32, with a weight that is not zero"
+    assert str(caught.value) == f"target = {target!r}: {expected}"
+
+
+@pytest.mark.parametrize("target", ["lag", "lag:-1", "lag:1.5", "lags:1", "lags:1=", "matrix:", "lags:1=nan"])
+def test_a_target_of_no_known_form_is_named(target):
+    with pytest.raises(ProblemError, match=r"^target = "):
+        Problem(**PAPER, target=target)
+
+
+def test_equal_lags_are_added_and_zero_weights_left_out():
+    assert Problem(**PAPER, target="lags:3=1,1=2,3=-0.5,4=0").lags == {1: 2.0, 3: 0.5}
+    assert Problem(**PAPER, target="lag:7").lags == {7: 1.0}
+    assert Problem(**PAPER, cyclic=False, target="lags:3=1,5=1").scored == 29
+
+
+@pytest.mark.parametrize(
+    ("text", "causal", "message"),
+    [
+        ("0 0\n1 0\n0 1", True, "must be 3 x 3 (length), is (3, 2)"),
+        ("0 0 0\n0 0 0\n0 0 0", True, "must not be zero everywhere"),
+        ("0 0 1\n1 0 0\n0 1 0", True, "must be zero above the diagonal with causal = True"),
+        ("", False, "is empty"),
+        (" \n\n", False, "is empty"),
+        (b"\0\1\2", False, "is binary; must be text in UTF-8"),
+        (b"1 \xff 3", False, "must be text in UTF-8 (byte 2 is not)"),
+        ("1 2 3\n1 2\n", False, "line 2: must have 3 numbers, has 2"),
+        ("1 2 3\n1 two 3\n", False, "line 2: must be numbers, is '1 two 3'"),
+        ("1 2 3\n1 inf 3\n1 2 3", False, "must be a table of finite numbers"),
+        ("# nothing\n", False, "must be a table of finite numbers"),
+    ],
+)
+def test_a_target_file_that_does_not_fit_is_named(tmp_path: Path, text, causal, message):
+    path = written(tmp_path / "target", text)
+    problem = Problem(length=3, vocab=4, noise=0.9, target=f"matrix:{path}", causal=causal, cyclic=not causal)
+    with pytest.raises(ProblemError) as caught:
+        problem.target_matrix  # noqa: B018
+    separator = ", " if message.startswith("line") else ": "
+    assert str(caught.value) == f"target file = {path!r}{separator}{message}"
+
+
+def test_a_target_file_is_read_again_when_it_changes(tmp_path: Path):
+    path = tmp_path / "target"
+    problem = Problem(
+        length=2, vocab=4, noise=0.9, target=f"matrix:{written(path, '0; 1' + chr(10) + '# x' + chr(10) + '1,0')}"
+    )
+    assert problem.target_matrix.tolist() == [[0, 1], [1, 0]]
+    problem.target_matrix[0] = 7  # a copy
+    assert problem.target_matrix.tolist() == [[0, 1], [1, 0]]
+    written(path, "0 0\n0.25 0")
+    assert (problem.target_matrix.tolist(), problem.scored) == ([[0, 0], [0.25, 0]], 1)
+    path.unlink()
+    with pytest.raises(ProblemError, match="cannot be read"):
+        problem.target_matrix  # noqa: B018
+
+
+@pytest.mark.parametrize("heads", [0, 9, 1.5])
+def test_heads_are_one_to_eight(heads):
+    with pytest.raises(ProblemError) as caught:
+        Problem(**PAPER, heads=heads)
+    assert str(caught.value) == f"heads = {heads!r}: must be an integer >= 1 and <= 8"
+
+
+def test_a_causal_mask_is_open():
+    with pytest.raises(ProblemError) as caught:
+        Problem(**PAPER, causal=True, cyclic=True)
+    assert str(caught.value) == "causal = True: needs cyclic = False, since the last positions are hidden from the first"
+    assert Problem.preset("paper", causal=True).cyclic is False
+    assert Problem(**PAPER).replace(causal="true").scored == 31
+
+
+NEW = {"causal": True, "heads": 2, "tokens": "zipf:1", "target": "lag:2"}
+
+
+@pytest.mark.parametrize("field", NEW)
+@pytest.mark.parametrize("other", [{"content": True, "token_scale": 1.0}, {"head_dimension": 8}], ids=str)
+def test_attention_that_reads_tokens_and_separate_matrices_are_for_the_paper_only(field, other):
+    problem = Problem.preset("paper", **{field: NEW[field]}).replace(**other)
+    with pytest.raises(ProblemError) as caught:
+        predict(problem)
+    assert "\n" not in str(caught.value)
+    assert any(part in str(caught.value) for part in ("content = True", "head_dimension = 8", f"{field} = "))
+
+
+def test_tokens_in_the_logits_need_equal_rows_and_columns(tmp_path: Path):
+    with pytest.raises(ProblemError) as caught:
+        predict(Problem.preset("paper", causal=True, token_scale=0.5))
+    assert str(caught.value) == "token_scale = 0.5: must be 0 where rows or columns of the target differ"
+    chain = written(tmp_path / "chain", "0.2 0.8\n0.6 0.4")
+    with pytest.raises(ProblemError, match=r"correlated tokens need cyclic = True and a target of lags"):
+        predict(Problem.preset("paper", vocab=2, cyclic=False, tokens=f"markov:{chain}"))
 
 
 def finite(least: float = 1e-300, **bounds):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 from scipy.interpolate import CubicSpline, PchipInterpolator
-from scipy.optimize import root
+from scipy.optimize import brentq, root
 
 from copyhead.model import tokens
 from copyhead.problem import Problem
-from copyhead.theory.order_parameters import order_of
+from copyhead.theory.order_parameters import OrderParameters, order_of
 from copyhead.theory.symmetric import Parts, SymmetricTask, at_sequences, lift, parts, symmetric_task
 from copyhead.theory.transition import Minimum, Transition, Verdict, described
 
@@ -43,6 +43,8 @@ INTERPOLATION, NARROW_CELL = 1e-4, 1e-4
 TURNS = 2000
 # Points of the curve P(c) of a row, and the least width of a window, in ln P, that is told from the error of interpolation.
 CURVE, NARROWEST = 300, 1e-6
+# Least d ln P / dc at fixed W below which the response of W, of order 1 / L, may make a fold.
+NEARLY_FOLDED = 0.2
 
 Choice = Literal["lowest", "highest", "best"]
 
@@ -66,8 +68,8 @@ class Rows(NamedTuple):
 class Passing(NamedTuple):
     """Where one row passes cG = 1. n: positions it may attend to. P: nan where it does not in the range.
 
-    jump: P where it jumps, sides: its cG below and above, window: P of the folds between which it has two minima while the
-    other rows are in their best ones; all None where its cG grows smoothly.
+    jump: P where it jumps, sides: its cG below and above, window: P of the folds between which it has two minima, the other
+    rows following it in their best ones; all None where its cG grows smoothly.
     """
 
     n: int
@@ -166,7 +168,7 @@ class Front:
                 place = np.where(flat, place, low - at_low * (high - low) / np.where(flat, 1.0, at_high - at_low))
             falls = self._slope(place, pull) < 0
             low, high = np.where(falls, place, low), np.where(falls, high, place)
-        return place
+        return np.where(self.lengths > 1, place, 0.0)  # a row that sees one position has no choice
 
     def solve(self, sequences: float, choice: Choice, start: tuple[float, float]) -> Rows:
         """The self-consistent state in which every row is in the chosen minimum, from a guess of (t, m)."""
@@ -197,7 +199,7 @@ class Front:
         prior, n = self.task.prior, self.lengths
         _, on = self._attention(excess)
         # t = m^2 + (1 - m)^2 / (n - 1) and dm/dc = m (1 - m)
-        square = 2 * on - 2 * (1 - on) / (n - 1)
+        square = 2 * on - 2 * (1 - on) / np.maximum(n - 1, 1)
         own = (n - 1) / n * excess / (prior.logit_variance * prior.position_scale**2)
         return own + (pull[0] * square - 2 * pull[1]) * on * (1 - on) / (2 * prior.kappa)
 
@@ -229,7 +231,7 @@ class Front:
             error = np.abs(np.log(middle.pull) - (np.log(left.pull) + np.log(right.pull)) / 2)
             curved = np.max(np.abs(np.log(left.pull) - np.log(right.pull)))
             # a smooth curve is off by a quarter of its bend, which interpolation through four points takes away
-            if np.max(error) > max(INTERPOLATION, 0.05 * curved) and ends[1] - ends[0] > NARROW_CELL:
+            if np.max(error) > max(INTERPOLATION, 0.01 * curved) and ends[1] - ends[0] > NARROW_CELL:
                 waiting += [(left, middle), (middle, right)]
         return sorted(found, key=lambda one: one.P)
 
@@ -285,6 +287,10 @@ class Front:
             found = parts(self.logits(excess), at_sequences(self.task, sequences), "softmax")
             return Parts(*map(np.asarray, found))
 
+    def _order(self, excess: Float[np.ndarray, "R"], sequences: float) -> OrderParameters:
+        """Order parameters as floats, which JSON holds."""
+        return OrderParameters(*map(float, order_of(self.observe(excess, sequences))))
+
     def minima(self, sequences: float) -> list[Minimum]:
         """As `Phases.minima`; the lowest eigenvalue is that of one row, W fixed.
 
@@ -304,16 +310,19 @@ class Front:
         step = 1e-4
         ends = (self._slope(state.excess + sign * step, state.pull) for sign in (1, -1))
         bare = (self.lengths - 1) / self.lengths / (self.task.prior.logit_variance * self.task.prior.position_scale**2)
-        return float(np.min((next(ends) - next(ends)) / (2 * step) / bare))
+        curvature = (next(ends) - next(ends)) / (2 * step)
+        seeing = bare > 0
+        return float(np.min(curvature[seeing] / bare[seeing])) if np.any(seeing) else 1.0
 
     @cached_property
     def transitions(self) -> tuple[Transition, ...]:
         """The jumps of rows; without any, the crossover where the mean cG is steepest in ln P."""
         found = []
-        for one in self.passing:
-            if one.jump is not None:
-                sides = (self._interpolated(math.log(one.jump) + sign * 1e-7) for sign in (-1, 1))
-                before, after = (order_of(self.observe(excess, one.jump)) for excess in sides)
+        for row, one in zip(np.argsort(self.lengths), self.passing, strict=True):
+            if one.jump is not None and one.sides is not None:
+                others = self._interpolated(math.log(one.jump))
+                both = (np.where(np.arange(len(others)) == row, side, others) for side in one.sides)
+                before, after = (self._order(excess, one.jump) for excess in both)
                 found.append(Transition("first-order", one.jump, one.window, before, after))
         if found:
             return tuple(sorted(found, key=lambda transition: transition.P))
@@ -324,7 +333,7 @@ class Front:
         if top in (0, len(fine) - 1):
             return ()
         place = math.exp(fine[top])
-        state = order_of(self.observe(self._interpolated(fine[top]), place))
+        state = self._order(self._interpolated(fine[top]), place)
         return (Transition("crossover", place, None, state, state),)
 
     @property
@@ -348,7 +357,7 @@ class Front:
         """Where each row passes cG = 1 in the state of lowest action, and where it jumps; short rows first.
 
         Between the states of the scan ln a and ln b are interpolated. Each value of c then is stationary at one P; the folds of
-        a row are the extrema of P(c).
+        a row are the extrema of P(c), with the response of the others and of W where it may matter.
         """
 
         def pull(log_p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -367,24 +376,83 @@ class Front:
         c = np.linspace(0.02, 1, CURVE)[:, None] * (np.log(self.lengths) + 1)
         shape = np.ones(c.shape)
         place = _halved(lambda log_p: self._slope(c, pull(log_p)) <= 0, self.lower * shape, self.upper * shape)[1]
+        steep = np.min(np.diff(place, axis=0) / np.diff(c, axis=0), axis=0)
         found = []
         for row in np.argsort(self.lengths):
-            fold = _fold(c[:, row], place[:, row])
-            sides = window = where = None
-            if fold is not None:
-                middle, lower, upper = fold
-                low, high_row = (np.full(len(self.lengths), value) for value in (lower, upper))
-                below, above = _halved(lambda log_p, middle=middle: cG(log_p) >= middle, low, high_row)
-                sides = float(cG(below)[row]), float(cG(above)[row])
-                window, where = (math.exp(lower), math.exp(upper)), math.exp(above[row])
+            jump = self._jump(row, c[:, row]) if steep[row] < NEARLY_FOLDED else None
+            where, sides, window = (None, None, None) if jump is None else jump
             found.append(
                 Passing(int(self.lengths[row]), math.exp(high[row]) if rises[:, row].any() else math.nan, where, sides, window)
             )
         return tuple(found)
 
+    @cached_property
+    def _response(self) -> Float[np.ndarray, "g R 6"]:
+        """In every state of `best`, what ln a and ln b are when one row is at c and the others follow, to first order.
 
-def _fold(c: np.ndarray, place: np.ndarray) -> tuple[float, float, float] | None:
-    """Of a curve ln P(c): c between its two folds, ln P of the lower and of the upper one; None without folds."""
+        Two numbers and a 2 x 2 matrix, by row: ln (a, b) = numbers + matrix (t_r(c), m_r(c)), smooth where the row jumps.
+        """
+        found = []
+        for one in self.best:
+            by_sums = np.empty((2, 2))
+            for k, step in enumerate(1e-4 * np.array([one.t, one.m])):
+                ends = [
+                    np.log(self.pull(one.t + sign * step * (k == 0), one.m + sign * step * (k == 1), one.P)) for sign in (1, -1)
+                ]
+                by_sums[:, k] = (ends[0] - ends[1]) / (2 * step)
+            square, on = self._attention(one.excess)
+            by_c = np.stack([2 * on - 2 * (1 - on) / np.maximum(self.lengths - 1, 1), np.ones_like(on)], -1)
+            by_c *= (on * (1 - on))[:, None]
+            ends = [self._slope(one.excess + sign * 1e-4, one.pull) for sign in (1, -1)]
+            stiffness = np.where(self.lengths > 1, (ends[0] - ends[1]) / 2e-4, 1.0)
+            force = np.array([one.pull[0], -2 * one.pull[1]]) * by_c / (2 * self.task.prior.kappa)
+            by_pull = by_c[:, :, None] * (-force / stiffness[:, None])[:, None, :]
+            others = by_pull.sum(axis=0) - by_pull
+            matrix = by_sums @ np.linalg.inv(np.eye(2) - others @ by_sums)
+            numbers = np.log(one.pull) - np.einsum("rij,rj->ri", matrix, np.stack([square, on], -1))
+            found.append(np.concatenate([numbers, matrix.reshape(-1, 4)], axis=-1))
+        return np.array(found)
+
+    def _jump(self, row: int, c: np.ndarray) -> tuple[float, tuple[float, float], tuple[float, float]] | None:
+        """P where a row jumps, its c on both sides, and its window, the other rows and W following it; None without folds.
+
+        Equal action: the slope by c has no integral between the two minima.
+        """
+        response = PchipInterpolator([math.log(one.P) for one in self.best], self._response[:, row])
+        one_row = replace(self, task=self.task)
+        one_row.__dict__["lengths"] = self.lengths[row : row + 1]
+        sums = np.stack(one_row._attention(c[:, None]), -1)[:, 0]
+
+        def slope(log_p: np.ndarray) -> np.ndarray:
+            numbers = response(log_p)
+            matrix = numbers[..., 2:].reshape(*numbers.shape[:-1], 2, 2)
+            pull = np.exp(numbers[..., :2] + np.einsum("...ij,...j->...i", matrix, sums))
+            return one_row._slope(c[:, None], (pull[:, :1], pull[:, 1:]))[:, 0]
+
+        ends = (np.full(len(c), end) for end in (self.lower, self.upper))
+        fold = _fold(c, _halved(lambda log_p: slope(log_p) <= 0, *ends)[1])
+        if fold is None:
+            return None
+        lower, upper = fold
+        if not self.lower + NARROW_CELL < lower < upper < self.upper - NARROW_CELL:
+            return None  # the range cuts the window
+
+        def sides(log_p: float) -> tuple[float, float, float]:
+            curve = CubicSpline(c, slope(np.full(len(c), log_p)))
+            roots = curve.roots(extrapolate=False)
+            return float(roots[0]), float(roots[-1]), float(curve.integrate(roots[0], roots[-1]))
+
+        # at the ends of the window one minimum is flat, and the integral has the sign of the other one
+        inside = 1e-2 * (upper - lower)
+        first, last = lower + inside, upper - inside
+        # a window as narrow as the error of interpolation has no two sides to compare
+        resolved = sides(first)[2] > 0 > sides(last)[2]
+        place = brentq(lambda log_p: sides(log_p)[2], first, last, xtol=1e-12) if resolved else (lower + upper) / 2
+        return math.exp(place), sides(place)[:2], (math.exp(lower), math.exp(upper))
+
+
+def _fold(c: np.ndarray, place: np.ndarray) -> tuple[float, float] | None:
+    """Of a curve ln P(c): ln P of its lower and of its upper fold; None without folds."""
     top = np.flatnonzero((place[1:-1] > place[:-2]) & (place[1:-1] > place[2:])) + 1
     if not top.size:
         return None
@@ -393,7 +461,7 @@ def _fold(c: np.ndarray, place: np.ndarray) -> tuple[float, float, float] | None
     if not place[first] - place[last] > NARROWEST:
         return None
     ends = [_extremum(c[i - 1 : i + 2], place[i - 1 : i + 2]) for i in (last, first) if i + 1 < len(c)]
-    return None if len(ends) < 2 else ((c[first] + c[last]) / 2, ends[0], ends[1])
+    return None if len(ends) < 2 else (ends[0], ends[1])
 
 
 def _extremum(x: np.ndarray, y: np.ndarray) -> float:
