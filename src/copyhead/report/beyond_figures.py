@@ -26,7 +26,7 @@ def rows(results: Measured, spec: Reproduction) -> Figure:
     sequences = results.adam.sequences
     chosen = [sequences[index] for index in np.unique(np.linspace(0, len(sequences) - 1, SHOWN).astype(int))]
     length = spec.problem.length
-    positions = [int(name[5:-1]) for name in results.adam.data if str(name).startswith("rows[")]
+    positions = [int(name[5:-1]) for name in map(str, results.adam.data) if name.startswith("rows[")]
     for place, colour in zip(chosen, COLOURS, strict=False):
         state = results.theory.minima(place)[0]
         n = [a + 1 for a in range(length) if state.rows[a] is not None]

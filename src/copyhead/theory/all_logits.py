@@ -180,8 +180,8 @@ def both_ways(pairs: Float[np.ndarray, "L V V"]) -> Float[np.ndarray, "D V V"]:
 
 def expanded(classes: Float[np.ndarray, "H R K"], task: CopyTask, problem: Problem) -> Float[np.ndarray, "H L L"]:
     """All logits of given ones by class; zero where there is no class."""
-    if isinstance(task, SymmetricTask) and task.index is not None:
-        return classes[:, 0, np.asarray(task.index)]
+    if isinstance(task, SymmetricTask) and task.class_of is not None:
+        return classes[:, 0, np.asarray(task.class_of)]
     return layout.compressed(targets.operator(problem), targets.allowed(problem)).expand(classes)
 
 
@@ -211,8 +211,8 @@ def classes_of(problem: Problem) -> Int[np.ndarray, "L L"]:
         NoSubspace: where no symmetric subspace is known.
     """
     task = symmetric_task(problem)
-    if task.index is not None:
-        return np.asarray(task.index)
+    if task.class_of is not None:
+        return np.asarray(task.class_of)
     found = layout.compressed(targets.operator(problem), targets.allowed(problem))
     return np.where(found.entry >= 0, found.row[:, None] * found.target.shape[1] + found.entry, -1)
 
@@ -324,7 +324,7 @@ class Landscape:
         for _ in range(DEPARTURES):
             if not value < UNSTABLE:
                 break
-            ends = [self.descend(self.expand(found.place + sign * 0.1 * direction)) for sign in (1, -1)]
+            ends = [self.descend(self.expand(found.place + 0.1 * direction)) for sign in (1, -1)]
             found = min(ends, key=lambda one: one.value)
             value, direction = self.lowest(found.place, rng)
         return found, value
@@ -334,16 +334,14 @@ class Landscape:
         with jax.enable_x64(True):
             found = parts(logits, self.task, self.kind)
             matrices = np.asarray(turned(logits, self.task, self.kind)[1])
-        # without an index every row has its own cG
-        plain = self.task._replace(index=None)
-        state = described(type(found)(*map(np.asarray, found)), plain, self.kind, value, False, lowest)
-        aG = np.asarray(found.aG)
-        leading = int(np.argmax(np.abs(aG) if self.kind == "linear" else aG))
-        sign = -1.0 if self.kind == "linear" and aG[leading] < 0 else 1.0
+        # without classes every row has its own cG
+        plain = self.task._replace(class_of=None)
+        state = described(np.asarray(logits), type(found)(*map(np.asarray, found)), plain, self.kind, value, False, lowest)
+        leading = int(np.argmax(np.asarray(found.aG)))
         scored, row = np.asarray(self.task.layout.scored) > 0, np.arange(len(self.task.target))
         distance = np.subtract.outer(row, row) % len(row)
         places = [np.isin(distance, some) & scored[:, None] for some in lags]
-        return state._replace(classes=tuple(sign * float(matrices[leading][place].mean()) for place in places))
+        return state._replace(classes=tuple(float(matrices[leading][place].mean()) for place in places))
 
 
 def listed_lags(problem: Problem) -> list[list[int]]:

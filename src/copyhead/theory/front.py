@@ -26,13 +26,14 @@ from scipy.interpolate import CubicSpline, PchipInterpolator
 from scipy.optimize import brentq, root
 
 from copyhead.model import tokens
+from copyhead.model.moments import Independent
 from copyhead.problem import Problem
 from copyhead.theory.order_parameters import OrderParameters, order_of
 from copyhead.theory.symmetric import Parts, SymmetricTask, at_sequences, lift, parts, symmetric_task
 from copyhead.theory.transition import Minimum, Transition, Verdict, described
 
-# Nodes of c in which the minima of a row are bracketed, halvings and steps of false position that follow.
-NODES, STRAIGHT, SECANTS = 300, 12, 3
+# Nodes of c in which the minima of a row are bracketed, and Newton steps from the best node.
+NODES, NEWTON_STEPS = 300, 7
 # Halvings of brackets in ln P.
 HALVINGS = 45
 # Ratio of neighbouring P in the scan; least residual of the two equations, relative, at which a state counts as converged.
@@ -114,6 +115,7 @@ class Front:
 
         def value(t: Array, m: Array, sequences: Array) -> Array:
             moments = at_sequences(self.task, sequences).moments
+            assert isinstance(moments, Independent)
             return moments.explained_by(t[None, None], m[None], count[:, None], count, self.task.prior.ridge)
 
         return jax.jit(jax.value_and_grad(value, (0, 1)))
@@ -137,44 +139,43 @@ class Front:
         on = 1 / (1 + others)
         return on**2 + (self.lengths - 1) * (on * np.exp(-excess)) ** 2, on
 
-    def _cost(self, excess: np.ndarray, pull: tuple[float, float]) -> np.ndarray:
-        square, on = self._attention(excess)
-        return self._prior_cost(excess) + (pull[0] * square - 2 * pull[1] * on) / (2 * self.task.prior.kappa)
-
     def _prior_cost(self, excess: np.ndarray) -> np.ndarray:
         prior = self.task.prior
         return (self.lengths - 1) / self.lengths * excess**2 / (2 * prior.logit_variance * prior.position_scale**2)
 
     def rows(self, pull: tuple[float, float], choice: Choice) -> Float[np.ndarray, "R"]:
         """The minimum of each row that is lowest or highest in c, or the best one."""
-        top = np.log(self.lengths) + 8
-        grid = -3 + (top + 3) * np.linspace(0, 1, NODES)[:, None]
-        cost = self._cost(grid, pull)
+        grid, own, square, on = self._nodes
+        cost = own + (pull[0] * square - 2 * pull[1] * on) / (2 * self.task.prior.kappa)
         inner = (cost[1:-1] <= cost[:-2]) & (cost[1:-1] <= cost[2:])
         if choice == "best":
             index = np.argmin(np.where(inner, cost[1:-1], np.inf), axis=0)
         else:
             index = np.argmax(inner, axis=0) if choice == "lowest" else len(inner) - 1 - np.argmax(inner[::-1], axis=0)
-        return self._polish(grid[index + 1, np.arange(len(top))], pull, (top + 3) / NODES)
+        return self._polish(grid[index + 1, np.arange(len(self.lengths))], pull, grid[1] - grid[0])
+
+    @cached_property
+    def _nodes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """c of the nodes of every row, with the cost of the prior, t_r and m_r there."""
+        grid = -3 + (np.log(self.lengths) + 11) * np.linspace(0, 1, NODES)[:, None]
+        return grid, self._prior_cost(grid), *self._attention(grid)
 
     def _polish(self, start: np.ndarray, pull: tuple[float, float], width: np.ndarray) -> np.ndarray:
-        """The root of the slope between the neighbouring nodes: halved until the slope is straight, then by false position."""
-        low, high = start - width, start + width
-        for step in range(STRAIGHT + SECANTS):
-            place = (low + high) / 2
-            if step >= STRAIGHT:
-                at_low, at_high = self._slope(low, pull), self._slope(high, pull)
-                flat = at_high - at_low <= 0
-                place = np.where(flat, place, low - at_low * (high - low) / np.where(flat, 1.0, at_high - at_low))
-            falls = self._slope(place, pull) < 0
-            low, high = np.where(falls, place, low), np.where(falls, high, place)
+        """The root of the slope between the neighbouring nodes: Newton, halving where it would leave them."""
+        low, high, place = start - width, start + width, start
+        for _ in range(NEWTON_STEPS):
+            slope, curvature = self._derivatives(place, pull)
+            low, high = np.where(slope < 0, place, low), np.where(slope < 0, high, place)
+            wanted = place - slope / np.where(curvature == 0, 1.0, curvature)
+            place = np.where((wanted >= low) & (wanted <= high), wanted, (low + high) / 2)
         return np.where(self.lengths > 1, place, 0.0)  # a row that sees one position has no choice
 
     def solve(self, sequences: float, choice: Choice, start: tuple[float, float]) -> Rows:
         """The self-consistent state in which every row is in the chosen minimum, from a guess of (t, m)."""
 
         def turned(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            excess = self.rows(self.pull(*np.abs(sums), sequences), choice)
+            t, m = np.abs(sums)
+            excess = self.rows(self.pull(t, m, sequences), choice)
             square, on = self._attention(excess)
             return excess, np.array([square.sum(), on.sum()])
 
@@ -196,12 +197,19 @@ class Front:
 
     def _slope(self, excess: np.ndarray, pull: tuple[float, float]) -> np.ndarray:
         """Derivative of the cost of a row by c."""
+        return self._derivatives(excess, pull)[0]
+
+    def _derivatives(self, excess: np.ndarray, pull: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
+        """First and second derivative of the cost of a row by c."""
         prior, n = self.task.prior, self.lengths
-        _, on = self._attention(excess)
+        on = 1 / (1 + (n - 1) * np.exp(-excess))
+        change = on * (1 - on)
         # t = m^2 + (1 - m)^2 / (n - 1) and dm/dc = m (1 - m)
-        square = 2 * on - 2 * (1 - on) / np.maximum(n - 1, 1)
-        own = (n - 1) / n * excess / (prior.logit_variance * prior.position_scale**2)
-        return own + (pull[0] * square - 2 * pull[1]) * on * (1 - on) / (2 * prior.kappa)
+        others = np.maximum(n - 1, 1)
+        gain = (pull[0] * (2 * on - 2 * (1 - on) / others) - 2 * pull[1]) / (2 * prior.kappa)
+        bend = pull[0] * (1 + 1 / others) / prior.kappa
+        own = (n - 1) / n / (prior.logit_variance * prior.position_scale**2)
+        return own * excess + gain * change, own + (bend * change + gain * (1 - 2 * on)) * change
 
     @cached_property
     def grid(self) -> Float[np.ndarray, "g"]:

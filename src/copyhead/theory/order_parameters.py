@@ -73,4 +73,5 @@ def order_parameters(
 def order_of(found: Parts) -> OrderParameters:
     """Those of the leading head, the one with the largest aG."""
     leading = found.aG.argmax()
-    return OrderParameters(*(values[leading] for values in (found.c1, found.cG, found.a1, found.aG)), found.loss)
+    c1, cG, a1, aG = (values[leading] for values in (found.c1, found.cG, found.a1, found.aG))
+    return OrderParameters(c1, cG, a1, aG, found.loss)

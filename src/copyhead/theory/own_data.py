@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,7 @@ def _population_loss(logits: Array, task: SymmetricTask, population: Moments, ki
     return loss_per_token(matrices, output, task.target, population, task.layout)
 
 
-def read(found: OwnMinimum, problem: Problem) -> dict[str, Float[np.ndarray, "..."]]:
+def read(found: OwnMinimum, problem: Problem) -> dict[str, Any]:
     """Order parameters of a minimum: those of the leading head, rows, and heads in falling order of aG."""
     seen = found.found
     order = np.argsort(-seen.aG, kind="stable")

@@ -35,14 +35,14 @@ class NoSubspace(ProblemError):
 class SymmetricTask(NamedTuple):
     """A task and the subspace in which its stationary points are sought. Coordinates: head, row class, entry class.
 
-    heads: (H,) ones. classes: multiplicities of the classes. index: class of each of the L x L entries where the data need the
-    full matrix, else None. row: class of each position, -1 where it is not scored. target, layout: of the classes, or with an
-    index of the full matrix.
+    heads: (H,) ones. classes: multiplicities of the classes. class_of: class of each of the L x L entries where the data need
+    the full matrix, else None. row: class of each position, -1 where it is not scored. target, layout: of the classes, or with
+    `class_of` of the full matrix.
     """
 
     heads: Float[Array, "H"]
     classes: Layout
-    index: Int[Array, "L L"] | None
+    class_of: Int[Array, "L L"] | None
     row: Int[Array, "L"]
     target: Float[Array, "R K"]
     layout: Layout
@@ -52,7 +52,8 @@ class SymmetricTask(NamedTuple):
     @property
     def shape(self) -> tuple[int, int, int]:
         """Heads, row classes, entry classes."""
-        return len(self.heads), *self.classes.columns.shape
+        rows, entries = self.classes.columns.shape
+        return len(self.heads), rows, entries
 
 
 def symmetric_task(problem: Problem) -> SymmetricTask:
@@ -140,7 +141,7 @@ def class_logits(coordinates: Float[Array, "d"], task: SymmetricTask, kind: Atte
 def lift(coordinates: Float[Array, "d"], task: SymmetricTask, kind: Attention) -> Float[Array, "H R K"]:
     """Logits in the layout of the task."""
     found = class_logits(coordinates, task, kind)
-    return found if task.index is None else found[:, 0, task.index]
+    return found if task.class_of is None else found[:, 0, task.class_of]
 
 
 def coordinates_of(logits: Float[np.ndarray, "H R K"], task: SymmetricTask, kind: Attention) -> Float[np.ndarray, "d"]:
@@ -165,38 +166,36 @@ def starts(task: SymmetricTask, kind: Attention) -> Float[np.ndarray, "n d"]:
     wanted = [shape] + [shape * (np.arange(entries) == k) for k in range(entries) if np.any(shape[:, k]) and entries > 2]
     if rows > 1:
         wanted += [shape * (length <= np.quantile(length, part))[:, None] for part in (0.25, 0.5, 0.75)]
+    nothing = [np.zeros((rows, entries))]
     if kind == "softmax":
         patterns = [size * np.log(length)[:, None] * one for one in wanted for size in (0.7, 1.2, -0.5)]
-    else:
+        of_heads = [[pattern] * k + nothing * (heads - k) for pattern in patterns for k in range(1, heads + 1)]
+    else:  # heads that do the same can be rotated into one
         widths = task.prior.position_scale**2 * task.prior.logit_variance / task.prior.output_variance
         # G and W share the product L that copying asks for so that their costs are equal: L cG^2 / g_W = V (L / cG)^2 / g_O
         size = (float(task.prior.length) * _vocab(task) * float(widths)) ** 0.25
         level = np.ones((rows, entries)) / np.sqrt(length)[:, None]
         patterns = [size * (copying * one + pooling * level) for one in wanted for copying, pooling in _LINEAR]
-        patterns += [0.3 * size * level]
-    nothing = [np.zeros((rows, entries))]
-    if kind == "softmax":
-        heads_of = [[pattern] * k + nothing * (heads - k) for pattern in patterns for k in range(1, heads + 1)]
-    else:  # heads that do the same can be rotated into one
-        heads_of = [[pattern, *nothing * (heads - 1)] for pattern in patterns]
+        of_heads = [[pattern, *nothing * (heads - 1)] for pattern in [*patterns, 0.3 * size * level]]
         if heads > 1:
-            heads_of += [[size * one, sign * size * level, *nothing * (heads - 2)] for one in wanted for sign in (1, -1)]
-    return np.array([coordinates_of(np.stack(one), task, kind) for one in [nothing * heads, *heads_of]])
+            of_heads += [[size * one, sign * size * level, *nothing * (heads - 2)] for one in wanted for sign in (1, -1)]
+    return np.array([coordinates_of(np.stack(one), task, kind) for one in [nothing * heads, *of_heads]])
 
 
 def _vocab(task: SymmetricTask) -> float:
     if isinstance(task.moments, Independent):
         return float(np.sum(np.asarray(task.moments.multiplicity)))
-    return float(task.moments.pairs.shape[-1])
+    pairs = task.moments.pairs if isinstance(task.moments, Correlated) else task.moments.tensor
+    return float(pairs.shape[-1])
 
 
 def class_target(task: SymmetricTask) -> Float[np.ndarray, "R K"]:
     """T by class."""
     target = np.asarray(task.target)
-    if task.index is None:
+    if task.class_of is None:
         return target
     found = np.zeros(task.classes.columns.shape)
-    found[0, np.asarray(task.index)] = target
+    found[0, np.asarray(task.class_of)] = target
     return found
 
 
@@ -253,7 +252,7 @@ def symmetric_action(coordinates: Float[Array, "d"], task: SymmetricTask, kind: 
     """
     found = class_logits(coordinates, task, kind)
     missing = jnp.sum(jnp.where(task.classes.columns > 0, 0.0, found) ** 2) / (2 * task.prior.logit_variance)
-    logits = found if task.index is None else found[:, 0, task.index]
+    logits = found if task.class_of is None else found[:, 0, task.class_of]
     return action_of(logits, task, kind) + missing
 
 
@@ -265,7 +264,7 @@ def action_of(logits: Float[Array, "H R K"], task: SymmetricTask, kind: Attentio
 
 def _cost(logits: Float[Array, "H R K"], task: SymmetricTask) -> Float[Array, ""]:
     """Logit energy of all heads; classes of rows that differ are admitted only where the prior does not join them."""
-    if len(task.layout.rows) > 1 and task.index is None:
+    if len(task.layout.rows) > 1 and task.class_of is None:
         norm = jnp.sum(task.layout.rows * task.layout.row_sums(logits**2))
         return norm / (2 * task.prior.position_scale**2 * task.prior.logit_variance)
     return jnp.sum(jax.vmap(lambda one: logit_energy(one, task.layout, task.prior))(logits))

@@ -81,8 +81,9 @@ def described(
     """A minimum beyond the paper's task, from its logits in the layout of the task and what is read off them."""
     order = np.argsort(-np.asarray(found.aG), kind="stable")
     first = order[0]
-    state = OrderParameters(*(float(np.asarray(part)[first]) for part in found[:4]), float(found.loss))
-    rows = np.asarray(found.rows)[first] if task.index is None else np.repeat(float(state.cG), len(task.row))
+    c1, cG, a1, aG = (float(np.asarray(part)[first]) for part in (found.c1, found.cG, found.a1, found.aG))
+    state = OrderParameters(c1, cG, a1, aG, float(found.loss))
+    rows = np.asarray(found.rows)[first] if task.class_of is None else np.repeat(cG, len(task.row))
     positions = tuple(float(rows[row]) if row >= 0 else None for row in np.asarray(task.row))
     by_head = tuple(float(value) for value in np.asarray(found.cG)[order])
     by_class = tuple(float(value) for value in np.asarray(found.classes)[first])
