@@ -5,13 +5,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OUT ?= reproduction
 
-.PHONY: reproduce test lint bench bench-network bench-sampling clean
+.PHONY: reproduce test test-slow lint bench bench-network bench-sampling clean
 
 reproduce: $(READY)
 	$(BIN)/copyhead reproduce --out $(OUT) $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check src tests bench

@@ -25,6 +25,8 @@ from copyhead.problem import Problem, ProblemError
 from copyhead.study.run import adam_cells
 from copyhead.study.spec import Reproduction
 
+pytestmark = pytest.mark.slow
+
 LENGTH, VOCAB = 5, 3
 TARGETS = ("lag:1", "lag:2", "lags:0=0.5,1=-1,3=2", "matrix")
 # Not uniform, and not the same for two data sets: no moment then has a value that a wrong index would share.

@@ -21,6 +21,8 @@ from copyhead.problem import Problem
 from copyhead.reproduction import reproduce
 from copyhead.study.scaling import scaling
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "seeds": 2, "adam_steps": 400, "warmup": 200, "draws": 40, "thin": 5, "points": 6, "sampled": 3,
     "ladders": 1, "ladder_draws": 60, "plane_sizes": 2, "plane_points": 3, "plane_steps": 200, "plane_seeds": 1,

@@ -10,6 +10,8 @@ from copyhead.problem import Problem
 from copyhead.study import finite_chi
 from copyhead.theory.precursors import precursors
 
+pytestmark = pytest.mark.slow
+
 # At this chi the next order of the expansion, relative size some 1/chi, is below the errors of so few draws.
 CHI = 200.0
 PROBLEM = Problem.preset("paper", length=10, vocab=3, attention="linear", chi=CHI)

@@ -19,6 +19,8 @@ from copyhead.study import training
 from copyhead.study.training import TrainingSettings
 from copyhead.theory.flow import Levels
 
+pytestmark = pytest.mark.slow
+
 # folds at 170.5 and 180.3
 PROBLEM = Problem(length=22, vocab=4, noise=0.9)
 

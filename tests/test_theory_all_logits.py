@@ -24,7 +24,7 @@ from copyhead.theory.symmetric import (
 )
 from test_cli import run
 
-pytestmark = pytest.mark.usefixtures("quick", "x64")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick", "x64")]
 
 SMALL = Problem.preset("paper", length=6)
 CHAIN = [[0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1], [0.1, 0.1, 0.7, 0.1], [0.05, 0.15, 0.1, 0.7]]

@@ -13,6 +13,8 @@ from copyhead.problem import Problem, ProblemError
 from copyhead.theory import flow
 from copyhead.theory.transition import phases
 
+pytestmark = pytest.mark.slow
+
 PAPER = Problem.preset("paper")
 # theory.md section 6
 LOWER, UPPER = 278.386, 337.177

@@ -11,6 +11,8 @@ from copyhead.problem import Problem
 from copyhead.theory.front import Front, has_front
 from copyhead.theory.transition import phases
 
+pytestmark = pytest.mark.slow
+
 
 def causal(**fields) -> Problem:
     return Problem.preset("paper", causal=True, **fields)

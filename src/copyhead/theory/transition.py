@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from copyhead.model.targets import operator
 from copyhead.model.tokens import law
 from copyhead.problem import Attention, Problem
 from copyhead.theory import scalar
@@ -133,8 +134,9 @@ MOST_GROWN = 8
 def search_range(problem: Problem) -> tuple[float, float]:
     """Range of P that holds every transition: beyond all scales of the action."""
     scales = leading_order(problem)
-    weights = [abs(weight) for weight in (problem.lags or {1: 1.0}).values()]  # S depends on P times the square of T
-    return min(scales) * cost_ratio(problem) / 100 / max(weights) ** 2, max(scales) * 50 / max(weights) ** 2
+    weights = list((problem.lags or {}).values()) or operator(problem)
+    size = np.max(np.abs(weights))  # S depends on P times the square of T
+    return min(scales) * cost_ratio(problem) / 100 / size**2, max(scales) * 50 / size**2
 
 
 @dataclass(frozen=True)
