@@ -35,6 +35,9 @@ def rows(results: Measured, spec: Reproduction) -> Figure:
         mean, error = [one.mean for one in found], [one.error for one in found]
         axes[0, 0].errorbar(np.array(positions) + 1, mean, error, fmt="o", ms=3, mfc="none", color=colour, lw=0.8)
     axes[0, 0].set(xlabel="positions $n$ that a row may attend to", ylabel="$c_G$ of the row", xscale="log")
+    doubled = 2 ** np.arange(1, int(math.log2(length)) + 1)
+    axes[0, 0].set_xticks(doubled, [str(n) for n in doubled])
+    axes[0, 0].minorticks_off()
     axes[0, 0].legend()
     if isinstance(results.theory, Front):
         passing = results.theory.passing

@@ -68,7 +68,8 @@ def _beyond_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dic
             else:
                 quantity, locate = ("c1", onset) if t.kind == "second-order" else ("cG", steepest)
                 place = "P_c" if t.kind == "second-order" else "crossover (steepest cG)"
-                first = t is next(one for one in transitions if one.kind == t.kind)
+                # after a jump the curve is steepest at the jump
+                first = t is next((one for one in transitions if one.kind in (t.kind, "first-order")), None)
                 seen = _curve_places(spec, results, quantity, locate) if first else {}
                 rows.append(_row(attention, place, None, t.P, seen))
     return rows

@@ -71,7 +71,9 @@ def symmetric_task(problem: Problem) -> SymmetricTask:
         return _lag_task(problem, law, target, numbers)
     classes = layout.compressed(target, mask)
     if problem.token_scale > 0 and (len(classes.layout.rows) > 1 or not _columns_alike(target)):
-        raise NoSubspace(f"token_scale = {problem.token_scale:g}: must be 0 where rows or columns of the target differ")
+        # under a mask the prior of all logits is not known either
+        refusal = ProblemError if problem.causal else NoSubspace
+        raise refusal(f"token_scale = {problem.token_scale:g}: must be 0 where rows or columns of the target differ")
     kinds, count = np.unique(probability[probability > 0], return_counts=True)
     moments = Independent(np.float64(1), kinds, count.astype(float))
     heads = np.ones(problem.heads)
