@@ -22,8 +22,9 @@ from copyhead.model.moments import Correlated, Empirical, Independent
 from copyhead.model.prior import Prior, logit_energy, prior
 from copyhead.problem import Attention, Problem, ProblemError
 
-# Largest V of correlated tokens: each evaluation of S takes a V x V system, and the Hessian one for each lag.
-MOST_CORRELATED = 1000
+# Largest V of correlated tokens: an evaluation of S takes a V x V system, and the Hessian one for each lag. At V = 300,
+# L = 32 the branches were not there after ten minutes.
+MOST_CORRELATED = 128
 # Stands for nothing where a sum of weights may be empty; what is divided by it is zero.
 _TINY = 1e-300
 
