@@ -14,7 +14,7 @@ from copyhead.experiment.adam import AdamSettings, train
 from copyhead.experiment.cells import assemble, data_sets
 from copyhead.experiment.direct import DirectPath
 from copyhead.experiment.moment_path import MomentPath, chunk_size
-from copyhead.experiment.observables import measure_all, population_moments, yardstick
+from copyhead.experiment.observables import measure_all, yardstick
 from copyhead.experiment.packed import PackedPath
 from copyhead.experiment.path import path
 from copyhead.model import layout, network, targets, tokens
@@ -307,4 +307,3 @@ def test_what_is_not_known_is_refused():
 def test_cells_are_run_one_at_a_time_where_moments_are_large():
     assert chunk_size(32, 128, 1) == chunk_size(16, 128, 8) == 1
     assert chunk_size(32, 4, 1) > 1
-    assert population_moments(Problem(length=5, vocab=2, noise=0.8)).sequences == 1

@@ -16,7 +16,7 @@ from copyhead.problem import Problem, ProblemError
 from copyhead.report.style import save
 from copyhead.report.training_figures import training_times
 from copyhead.study import training
-from copyhead.study.training import TrainingSettings
+from copyhead.study.training_record import TrainingSettings
 from copyhead.theory.flow import Levels
 
 pytestmark = pytest.mark.slow

@@ -12,16 +12,19 @@ from copyhead.model.moments import Correlated, empirical
 from copyhead.prediction import predict
 from copyhead.problem import Problem, ProblemError
 from copyhead.theory import all_logits
-from copyhead.theory.all_logits import Landscape, both_ways, check, classes_of, expanded, spread, unreduced_task
+from copyhead.theory.all_logits import Landscape, check, classes_of, spread
+from copyhead.theory.order_parameters import lift as lift_copy
+from copyhead.theory.solution import solve
 from copyhead.theory.symmetric import (
     NoSubspace,
     action_of,
     at_sequences,
-    class_logits,
     dimension,
+    lift,
     symmetric_action,
     symmetric_task,
 )
+from copyhead.theory.unreduced import both_ways, expanded, unreduced_task
 from test_cli import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick", "x64")]
@@ -60,7 +63,7 @@ def test_symmetric_minima_are_stationary_over_all_logits(fields, chain):
     gradient = jax.jit(jax.value_and_grad(lambda place: symmetric_action(place, task, kind)))
     start = np.linspace(1.5, 0.5, dimension(task, kind))
     found = minimize(gradient, start, jac=True, method="BFGS", options={"gtol": 1e-9})
-    logits = expanded(np.asarray(class_logits(found.x, task, kind)), task, problem)
+    logits = expanded(np.asarray(lift(found.x, task, kind)), problem)
     assert np.abs(logits).max() > 0.1
     whole = at_sequences(unreduced_task(problem), 100.0)
     assert float(action_of(logits, whole, kind)) == pytest.approx(found.fun, rel=1e-12)
@@ -111,6 +114,28 @@ def test_a_saddle_is_left():
     found, lowest = landscape.settle(np.zeros((1, 6, 6)), rng)
     assert found.value < zero.value - 1
     assert lowest > 0
+
+
+def test_a_saddle_is_left_to_the_lower_side():
+    """Between two minima: below P* it is the side of the uniform one, above it that of the copying one."""
+    problem = SMALL.replace(length=24)
+    found = solve(problem)
+    (jump,) = found.transitions
+    sides = []
+    for end in jump.window:
+        sequences = (jump.P + end) / 2
+        lowest, other = found.minima(sequences)
+        assert other.action > lowest.action + 0.01
+        places = [point.z for _, point in found.points(np.log(sequences))]
+        (saddle,) = found.system.at_fixed_p(np.mean(places, axis=0)[None], np.log(sequences))
+        assert saddle.converged
+        assert saddle.lowest < -0.01
+        logits = expanded(np.asarray(lift_copy(found.system.coordinates(saddle.z), found.system.task.target))[None], problem)
+        landscape = Landscape(at_sequences(unreduced_task(problem), sequences), "softmax")
+        reached, _ = landscape.settle(logits, np.random.default_rng(0))
+        assert reached.value == pytest.approx(lowest.action, abs=1e-6)
+        sides.append(float(lowest.order_parameters.cG) > float(saddle.z[-1]))
+    assert sides == [False, True]
 
 
 @pytest.mark.parametrize("fields", [{}, {"attention": "linear", "cyclic": False}, {"causal": True}], ids=str)

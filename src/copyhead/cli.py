@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 
 from copyhead import __version__
-from copyhead.problem import PRESETS, Problem, ProblemError
+from copyhead.options import Progress, given, new_file, new_folder, numbers, with_problem
+from copyhead.problem import Problem, ProblemError
 
 app = typer.Typer(
     name="copyhead",
@@ -23,69 +22,6 @@ app = typer.Typer(
     help="How much data does an attention head need before it snaps into a copy head, how sharp is that snap, and does "
     "real training agree?",
 )
-
-
-def with_problem(command: Callable[..., None], without: tuple[str, ...] = ()) -> Callable[..., None]:
-    """Gives a command one option for each field of Problem not in `without`; calls it with the Problem as first argument.
-
-    Values are passed on as text, so that a wrong one is answered by Problem: field, value, allowed range.
-    """
-    parameters = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    options = []
-    offered = {name: field for name, field in Problem.model_fields.items() if name not in without}
-    for name, field in offered.items():
-        kind = next(t for t in (*get_args(field.annotation), field.annotation) if t is not type(None))
-        flag = "--at" if name == "sequences" else "--" + name.replace("_", "-")
-        default = "" if field.is_required() else f" (default {field.default})" if field.default is not None else ""
-        switch = field.annotation is bool
-        option = typer.Option(
-            f"{flag}/--no-{name}" if switch else flag,
-            help=f"{field.description}{default}",
-            metavar=None
-            if switch
-            else getattr(kind, "__name__", "softmax|linear").upper()
-            if not isinstance(kind, str)
-            else "KIND",
-            rich_help_panel="Problem",
-        )
-        annotation = Annotated[bool | None if switch else str | None, option]
-        options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-    preset = Annotated[str | None, typer.Option(help=f"start from {', '.join(PRESETS)}", rich_help_panel="Problem")]
-    config = Annotated[
-        Path | None, typer.Option(help="start from the fields in a .json or .toml file", rich_help_panel="Problem")
-    ]
-    options.append(inspect.Parameter("preset", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=preset))
-    options.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=config))
-
-    def wrapped(**given: Any) -> None:
-        fields = {name: given.pop(name) for name in offered}
-        fields = {name: value for name, value in fields.items() if value is not None}
-        command(_problem(given.pop("preset"), given.pop("config"), fields), **given)
-
-    own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
-    wrapped.__signature__ = inspect.Signature([*options, *own])  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in (*options, *own)}
-    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
-    return wrapped
-
-
-def _problem(preset: str | None, config: Path | None, fields: dict[str, Any]) -> Problem:
-    if config is not None:
-        if preset is not None:
-            raise ProblemError(f"preset = {preset!r}: must not be given together with --config")
-        try:
-            return Problem.from_file(config).replace(**fields)
-        except OSError as error:
-            raise ProblemError(f"config = {str(config)!r}: cannot be read ({error.strerror})") from None
-    named = fields.get("tokens", "")
-    if "vocab" not in fields and named.partition(":")[0] in ("counts", "markov", "corpus"):
-        from copyhead.model.tokens import vocab_of
-
-        found = vocab_of(named)
-        if found is None:
-            raise ProblemError(f"vocab: must be given with tokens = {named!r}; the rarest units beyond it become one token")
-        fields["vocab"] = found
-    return Problem.preset(preset or "paper", **fields)
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
@@ -168,18 +104,14 @@ def sample(
     from copyhead.study.sampling import SamplingSettings, check, save
     from copyhead.study.sampling import sample as solve
 
-    if out is not None and out.suffix != ".nc":
-        raise ProblemError(f"out = {str(out)!r}: must end in .nc")
-    if out is not None and not out.parent.is_dir():
-        raise ProblemError(f"out = {str(out)!r}: its folder must exist")
-    if out is not None and out.exists() and not force:
-        raise ProblemError(f"out = {str(out)!r}: exists; give --force to replace it, or another name")
-    chosen = _given(
+    if out is not None:
+        new_file(out, force, (".nc",))
+    chosen = given(
         sampler=sampler, target=target, chains=chains, warmup=warmup, draws=draws, thin=thin, seed=seed, repeats=repeats
     )
     settings = SamplingSettings(**chosen, population=population, free_energy=free_energy)
     check(problem, settings)
-    with _Progress("sampling", 3.0 if free_energy else 2.0) as advance:
+    with Progress("sampling", 3.0 if free_energy else 2.0) as advance:
         found = solve(problem, settings, lambda stage: advance(0.0 if stage == "sampling" else 1.0))
     if out is not None:
         save(found, out)
@@ -205,12 +137,9 @@ def fluctuations(
     """
     from copyhead.study import finite_chi
 
-    chis, ways = (_numbers(name, text) for name, text in (("chi", chi), ("approach", approach)))
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ProblemError(f"out = {str(out)!r}: must be a new or empty folder")
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-    with _Progress("sampling", finite_chi.stages(chis, ways)) as advance:
+    chis, ways = (numbers(name, text) for name, text in (("chi", chi), ("approach", approach)))
+    new_folder(out)
+    with Progress("sampling", finite_chi.stages(chis, ways)) as advance:
         found = finite_chi.study(problem, chis, ways, report=lambda stage: advance(1))
     if out is not None:
         from copyhead.report.sampling_figures import approaches, comparison
@@ -251,18 +180,16 @@ def train_curve(
 
     - `copyhead train-curve --attention linear --grid 200,400,800 --json`
     """
-    from copyhead.study.training import TrainingSettings, check, stages, study
+    from copyhead.study.training import check, stages, study
+    from copyhead.study.training_record import TrainingSettings
 
-    chosen: dict[str, Any] = _given(rate=rate, scale=scale, seeds=seeds, steps=steps)
+    chosen: dict[str, Any] = given(rate=rate, scale=scale, seeds=seeds, steps=steps)
     if grid is not None:
-        chosen["grid"] = _numbers("grid", grid)
+        chosen["grid"] = numbers("grid", grid)
     settings = TrainingSettings(**chosen)
     check(problem, settings)
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ProblemError(f"out = {str(out)!r}: must be a new or empty folder")
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-    with _Progress("training", stages(problem, settings)) as advance:
+    new_folder(out)
+    with Progress("training", stages(problem, settings)) as advance:
         found = study(problem, settings, lambda stage: advance(1))
     if out is not None:
         from copyhead.report.style import save
@@ -271,17 +198,6 @@ def train_curve(
         (out / "training.json").write_text(json.dumps(found.to_dict()), encoding="utf-8")
         save(training_times(found), out / "training.png", out / "training.svg")
     typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
-
-
-def _numbers(name: str, text: str) -> tuple[float, ...]:
-    """Positive numbers, separated by commas."""
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or not all(0 < value < float("inf") for value in found):
-        raise ProblemError(f"{name} = {text!r}: must be positive numbers separated by commas")
-    return found
 
 
 @app.command()
@@ -312,15 +228,11 @@ def diagram(
     from copyhead.study.diagram import check, cost, parse_axis
     from copyhead.study.diagram import diagram as solve
 
-    if not as_json and out.suffix not in FIGURE_SUFFIXES:
-        raise ProblemError(f"out = {str(out)!r}: must end in {', '.join(FIGURE_SUFFIXES)}")
-    if not as_json and not out.parent.is_dir():
-        raise ProblemError(f"out = {str(out)!r}: its folder must exist")
-    if not as_json and out.exists() and not force:
-        raise ProblemError(f"out = {str(out)!r}: exists; give --force to replace it, or another name")
+    if not as_json:
+        new_file(out, force, FIGURE_SUFFIXES)
     axes = parse_axis("x", x), parse_axis("y", y)
     check(problem, *axes)
-    with _Progress("phase diagram", cost(*axes)) as advance:
+    with Progress("phase diagram", cost(*axes)) as advance:
         found = solve(problem, *axes, step=lambda: advance(1))
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
@@ -377,14 +289,14 @@ def reproduce(
     from copyhead.model.network import Network
     from copyhead.reproduction import reproduce as run
 
-    chosen = _given(seeds=seeds, batch=batch)
-    architecture = _given(width=width, embedding=embedding, positions=positions, embedding_variance=embedding_variance)
-    chosen["network"] = Network(**_given(kind=network), **architecture)
+    chosen = given(seeds=seeds, batch=batch)
+    architecture = given(width=width, embedding=embedding, positions=positions, embedding_variance=embedding_variance)
+    chosen["network"] = Network(**given(kind=network), **architecture)
     if network != "embedded" and architecture:
         raise ProblemError(f"network = {network or 'positional'!r}: must be embedded with {', '.join(architecture)}")
     if grid is not None:
         chosen["grid"] = tuple(part.strip() for part in grid.split(","))
-    summary = run(problem, out, quick=quick, workers=workers, progress=_Progress, **chosen)
+    summary = run(problem, out, quick=quick, workers=workers, progress=Progress, **chosen)
     typer.echo(json.dumps(summary.to_dict()) if as_json else str(summary))
 
 
@@ -415,37 +327,9 @@ def classify(
     from copyhead.experiment.classify import classify as judge
     from copyhead.experiment.table import read
 
-    columns = _given(control=control, order=order, loss=loss, error=error, start=start, chi=chi, size=size)
+    columns = given(control=control, order=order, loss=loss, error=error, start=start, chi=chi, size=size)
     found = judge(read(table, **columns), signed=signed)
     typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """The options that were given; for the others the defaults of the library hold."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-class _Progress:
-    """A progress bar on stderr; a plain line at the start and at the end where stderr is no terminal."""
-
-    def __init__(self, title: str, total: float) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        self.console = Console(stderr=True)
-        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-        self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self.title = title
-        self.task = self.bar.add_task(title, total=total)
-
-    def __enter__(self) -> Callable[[float], None]:
-        self.bar.start()
-        if self.bar.disable:
-            self.console.print(f"{self.title} ...", highlight=False)
-        return lambda done: self.bar.advance(self.task, done)
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
 
 
 # Exit status after Ctrl-C; the parser catches the interrupt and returns this.

@@ -190,7 +190,7 @@ def predict(problem: Problem, finite_chi: bool = False, all_logits: bool = False
 
         gaussian_task(problem)  # refuses what the expansion does not cover before a search that may take long
     if all_logits:
-        from copyhead.theory.all_logits import unreduced_task
+        from copyhead.theory.unreduced import unreduced_task
 
         if problem.sequences is None:
             raise ProblemError("sequences = None: must be given (--at P) for the minima over all logits")

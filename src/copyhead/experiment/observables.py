@@ -128,21 +128,9 @@ def yardstick(problem: Problem, network: Network, fresh: int) -> Yardstick:
     if network.kind != "positional":
         return Yardstick(target, entries, None, None, sequences.astype(np.int32))
     found = moments.empirical(sequences, problem.vocab)
-    return Yardstick(target, entries, population_moments(problem), found, sequences[:0].astype(np.int32))
-
-
-def population_moments(problem: Problem) -> Moments:
-    """The moments of one sequence, on average over the token law of a problem; in float32.
-
-    Raises:
-        ProblemError: for a law that the file does not give.
-    """
-    law = tokens.law(problem)
-    if law.independent:
-        found = moments.population(law.marginal(problem.length, problem.cyclic))
-    else:
-        found = moments.stationary(law.pairs(problem.length, problem.cyclic), 1.0, problem.cyclic)
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), found)
+    population = moments.expected_of(tokens.law(problem), problem.length, problem.cyclic)
+    population = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), population)
+    return Yardstick(target, entries, population, found, sequences[:0].astype(np.int32))
 
 
 def measure(weights: Weights, yardstick: Yardstick, problem: Problem) -> Observables | ContentObservables | HeadObservables:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from copyhead.model.layout import Layout
+
+if TYPE_CHECKING:
+    from copyhead.model.tokens import Law
 
 
 @jax.tree_util.register_dataclass
@@ -118,6 +121,12 @@ def expected(law: Float[np.ndarray, "V"], sequences: float, length: int) -> Empi
     return Empirical(np.float32(sequences), (sequences * tensor).astype(np.float32))
 
 
+def independent(law: Float[np.ndarray, "V"]) -> Independent:
+    """I.i.d. tokens of any law at P = 1; those of equal probability are one kind, and those of none are left out."""
+    kinds, count = np.unique(law[law > 0], return_counts=True)
+    return Independent(np.float64(1), kinds, count.astype(float))
+
+
 def stationary(pairs: Float[np.ndarray, "L V V"], sequences: float, cyclic: bool) -> Empirical:
     """The expected moments of P sequences of a stationary law, in the form of a data set.
 
@@ -130,6 +139,17 @@ def stationary(pairs: Float[np.ndarray, "L V V"], sequences: float, cyclic: bool
     if not cyclic:
         ahead = np.where((j < i)[:, :, None, None], np.swapaxes(ahead, -1, -2), ahead)
     return Empirical(np.float32(sequences), (sequences * ahead).astype(np.float32))
+
+
+def expected_of(law: Law, length: int, cyclic: bool) -> Moments:
+    """The moments of one sequence, on average over a law of tokens.
+
+    Raises:
+        ProblemError: if the law has no sequences of this length.
+    """
+    if law.independent:
+        return population(law.marginal(length, cyclic))
+    return stationary(law.pairs(length, cyclic), 1.0, cyclic)
 
 
 def empirical(tokens: Int[np.ndarray, "P L"], vocab: int) -> Empirical:

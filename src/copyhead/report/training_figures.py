@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from copyhead.report.style import BLACK, BLUE, GREEN, GREY, NAMES, ORANGE, RED, START_COLOURS, panels
-from copyhead.study.training import Curves, Measured, Training
+from copyhead.study.training_record import Curves, Times, Training
 from copyhead.theory.flow import Slowing
 
 TIME = r"$\tau = \eta\,\times$ step"
@@ -118,7 +118,7 @@ def _scales(axes: Axes, found: Training) -> None:
     sweep = found.scales
     axes.semilogx(sweep.value, sweep.theory, color=BLACK, lw=1.3, label="gradient flow")
     axes.semilogx(sweep.value, sweep.population, "x", color=ORANGE, ms=6, label="population moments")
-    own: Measured = found.main.data
+    own: Times = found.main.data
     if found.main.start == "small" and own.jumped:
         axes.errorbar(
             [found.settings.scale], [own.mean], [own.scatter], fmt="o", ms=3.5, color=BLUE, capsize=3, label="data sets"

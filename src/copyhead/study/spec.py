@@ -17,6 +17,7 @@ from copyhead.record import Record
 from copyhead.study.memory import refuse_too_large
 from copyhead.theory.solution import Solution, solve
 from copyhead.theory.transition import phases
+from copyhead.theory.unreduced import MOST_LOGITS
 
 Method = Literal["adam", "langevin", "exact", "jump", "ladder", "plane", "width"]
 
@@ -243,7 +244,7 @@ def beyond_parts(spec: Reproduction) -> list[Part]:
             if seeds:
                 arguments, cost = {"sequences": grid, "seeds": seeds}, len(grid) * len(seeds) * problem.heads**2
                 found.append(Part(f"adam-{attention}-{number}", "adam", problem, arguments, cost * spec.adam_steps * 4))
-                if problem.length * problem.vocab <= LARGEST_OWN:
+                if problem.length * problem.vocab <= LARGEST_OWN and problem.heads * problem.length**2 <= MOST_LOGITS:
                     found.append(Part(f"exact-{attention}-{number}", "exact", problem, arguments, cost * 4e4))
     return sorted(found, key=lambda part: (0 not in part.arguments["seeds"], -part.weight))
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Float, Int
-from pydantic import Field
 
 from copyhead.experiment import recorded
 from copyhead.experiment.adam import AdamSettings
@@ -26,10 +24,21 @@ from copyhead.model import moments, network, targets, tokens
 from copyhead.model.moments import Empirical
 from copyhead.model.network import Network, Positional, Start
 from copyhead.problem import Problem, ProblemError
-from copyhead.record import Record, plain
 from copyhead.study.memory import refuse_too_large
+from copyhead.study.training_record import (
+    COMPARED,
+    MOST_STEPS,
+    RECORDS,
+    Curves,
+    Line,
+    Place,
+    Sweep,
+    Training,
+    TrainingSettings,
+    of_jumps,
+)
 from copyhead.theory import flow
-from copyhead.theory.flow import Levels, Passage, Slowing, State, Trajectory
+from copyhead.theory.flow import Levels, Passage, State, Trajectory
 from copyhead.theory.transition import Phases, phases
 
 # Learning rate by default: this part of the largest stable one, and of the time of the fastest growth. The error of a curve is
@@ -39,8 +48,6 @@ OF_LIMIT, OF_GROWTH = 0.1, 0.01
 BEYOND = 2.5
 # Time trained for where the theory has no jump, in units of the slower decay by the prior.
 WAIT = 20.0
-RECORDS = 401
-MOST_STEPS = 3_000_000
 ADAM = AdamSettings(4000, 0.03)
 # Default P: factors of the two folds, and of the place of the last transition if it is continuous.
 BELOW, ABOVE, AROUND = (0.7, 0.9), (1.03, 1.08, 1.2, 1.4, 1.7, 2.2), (0.6, 0.8, 1.05, 1.3, 1.7, 2.3)
@@ -49,156 +56,6 @@ POINTS, NEAR = 24, 3e-3
 DISTANCES = np.geomspace(1e-1, 1e-4, 13)
 SCALES = (1e-4, 1e-3, 1e-2, 0.05, 0.2)
 FRACTIONS = (0.02, 0.05, 0.1, 0.2, 0.4)
-COMPARED = ("aG", "cG", "loss")
-
-
-class TrainingSettings(Record):
-    """How training time is measured."""
-
-    rate: float | None = Field(default=None, gt=0, description="eta, learning rate of gradient descent")
-    scale: float = Field(
-        default=0.01, gt=0, le=1, description="standard deviation of the entries of G and W at the small start"
-    )
-    seeds: int = Field(default=8, ge=2, le=1000, description="number of data sets and starts at each P")
-    steps: int | None = Field(default=None, ge=RECORDS - 1, le=MOST_STEPS, description="steps of gradient descent")
-    grid: tuple[float, ...] | None = Field(default=None, description="P of the jump times: numbers > 0")
-
-
-class Measured(NamedTuple):
-    """Times of the jump over data sets. values: one for each, nan if it did not jump within the run. error: of the mean."""
-
-    values: Float[np.ndarray, "seed"]
-    mean: float
-    error: float
-    scatter: float
-
-    @property
-    def jumped(self) -> int:
-        return int(np.isfinite(self.values).sum())
-
-
-class Place(NamedTuple):
-    """One P. levels, theory: of the flow from the start of typical size. rate, limit: learning rate and its stability limit.
-
-    steps: of gradient descent. population: tau of the jump on population moments. deviation: largest distance of its curves
-    from those of the flow, over the range of the flow. data: tau over data sets. paired: tau of the flow, each from the
-    projection of the start that was trained. z: mean of data - paired in its standard errors, nan unless all jumped.
-    adam: steps of Adam over data sets.
-    """
-
-    P: int
-    start: Start
-    levels: Levels
-    theory: Passage
-    rate: float
-    limit: float
-    steps: int
-    population: float
-    deviation: dict[str, float]
-    data: Measured
-    paired: Measured
-    z: float
-    adam: Measured
-
-
-class Curves(NamedTuple):
-    """Everything against time at one P. theory: the flow at the times of the records. loss is per token on the population."""
-
-    theory: Trajectory
-    population: Recorded
-    data: Recorded
-    adam: Recorded
-
-
-class Sweep(NamedTuple):
-    """tau of the jump against the initial scale or the learning rate: theory and gradient descent on population moments."""
-
-    value: Float[np.ndarray, "n"]
-    theory: Float[np.ndarray, "n"]
-    population: Float[np.ndarray, "n"]
-    deviation: Float[np.ndarray, "n"]
-
-
-class Line(NamedTuple):
-    """The theory against P from one start of typical size, see `Passage`; from the fold to the last P of the grid."""
-
-    start: Start
-    sequences: Float[np.ndarray, "n"]
-    time: Float[np.ndarray, "n"]
-    plateau: Float[np.ndarray, "n"]
-    length: Float[np.ndarray, "n"]
-
-
-@dataclass(frozen=True)
-class Training:
-    """Training times of one problem. main: the place whose curves are kept. slowing: by start, empty without folds."""
-
-    problem: Problem
-    settings: TrainingSettings
-    lines: tuple[Line, ...]
-    places: tuple[Place, ...]
-    main: Place
-    curves: Curves
-    scales: Sweep
-    rates: Sweep
-    slowing: tuple[Slowing, ...]
-    seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: nan as None, arrays as lists."""
-        curves = {
-            name: {"step": one.step, **{key: getattr(one.observables, key) for key in COMPARED}}
-            for name, one in self.curves._asdict().items()
-            if isinstance(one, Recorded)
-        }
-        return plain({
-            "problem": self.problem.model_dump(),
-            "settings": self.settings.model_dump(),
-            "lines": [one._asdict() for one in self.lines],
-            "places": [_nested(place) for place in self.places],
-            "main": self.main.P,
-            "curves": {"theory": self.curves.theory._asdict(), **curves},
-            "scales": self.scales._asdict(),
-            "rates": self.rates._asdict(),
-            "slowing": [one._asdict() for one in self.slowing],
-            "seconds": self.seconds,
-        })  # fmt: skip
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.problem.attention} attention, initial scale {self.settings.scale:g}, tau = eta * step",
-            "     P  start  theory           tau  plateau aG (length)      eta  population  largest deviation  "
-            "data sets +- error (scatter)  jumped  flow from their starts      z  Adam steps",
-        ]
-        lines += [_row(one) for one in self.places]
-        for one in self.slowing:
-            lines.append(
-                f"slowing down beyond P = {one.fold:.3f} ({one.start} start): exponent {one.time_exponent[0]:.3f} at distance "
-                f"{one.distance[0]:.0e} .. {one.time_exponent[-1]:.4f} at {one.distance[-1]:.0e}; time * rate / 2 pi "
-                f"{one.product[0]:.3f} .. {one.product[-1]:.4f}"
-            )
-        for name, sweep in (("initial scale", self.scales), ("eta", self.rates)):
-            pairs = zip(sweep.value, sweep.theory, sweep.population, strict=True)
-            values = ", ".join(f"{value:.3g}: {expected:.3f} ({seen:.3f})" for value, expected, seen in pairs)
-            lines.append(f"tau at P = {self.main.P} by theory (population) against {name}: {values}")
-        return "\n".join(lines)
-
-
-def _row(one: Place) -> str:
-    """One line of the table."""
-    passed, data = one.theory, one.data
-    plateau = "-" if math.isnan(passed.plateau) else f"{passed.plateau:.5f} ({passed.length:.2f})"
-    return (
-        f"{one.P:6d}  {one.start:5s}  {passed.status:13s}  {passed.time:7.3f}  {plateau:>19s}  {one.rate:.5f}  "
-        f"{one.population:10.3f}  {max(one.deviation.values()):16.2%}   {data.mean:9.3f} +- {data.error:.3f} "
-        f"({data.scatter:.3f})  {data.jumped:3d}/{len(data.values)}  {one.paired.mean:22.3f}  {one.z:5.1f}  "
-        f"{one.adam.mean:10.0f}"
-    )
-
-
-def _nested(value: Any) -> Any:
-    """Named tuples as dictionaries."""
-    return {key: _nested(part) for key, part in value._asdict().items()} if hasattr(value, "_asdict") else value
 
 
 def check(problem: Problem, settings: TrainingSettings) -> None:
@@ -352,8 +209,8 @@ def _place(plan: _Plan, settings: TrainingSettings) -> tuple[Place, Curves]:
     adam = recorded.train(problem, starts, data, ADAM, _records(ADAM.steps))
     begins = [flow.projected(problem, *(part[seed] for part in starts)) for seed in seeds]
     theory = [flow.passage(problem, begin, plan.levels, plateau=False).time for begin in begins]
-    times, steps = jump_times(descended, plan.levels) * plan.rate, jump_times(adam, plan.levels)
-    paired, apart = measured(np.array(theory)), measured(times - np.array(theory))
+    taken, steps = jump_times(descended, plan.levels) * plan.rate, jump_times(adam, plan.levels)
+    paired, apart = of_jumps(np.array(theory)), of_jumps(taken - np.array(theory))
     place = Place(
         P,
         plan.start,
@@ -364,10 +221,10 @@ def _place(plan: _Plan, settings: TrainingSettings) -> tuple[Place, Curves]:
         plan.steps,
         float(jump_times(population, plan.levels)[0] * plan.rate),
         deviation,
-        measured(times),
+        of_jumps(taken),
         paired,
         apart.mean / apart.error if apart.jumped == len(seeds) and apart.error > 0 else math.nan,
-        measured(steps),
+        of_jumps(steps),
     )
     return place, Curves(expected, population, descended, adam)
 
@@ -423,15 +280,6 @@ def jump_times(seen: Recorded, between: Levels) -> Float[np.ndarray, "cell"]:
             part = values[index - 1] / (values[index - 1] - values[index])
             found[cell] = seen.step[index - 1] + part * (seen.step[index] - seen.step[index - 1])
     return found
-
-
-def measured(values: Float[np.ndarray, "seed"]) -> Measured:
-    """Mean, its standard error and scatter of the values that are there."""
-    kept = values[np.isfinite(values)]
-    if len(kept) < 2:
-        return Measured(values, float(kept[0]) if len(kept) else math.nan, math.nan, math.nan)
-    scatter = float(np.std(kept, ddof=1))
-    return Measured(values, float(np.mean(kept)), scatter / math.sqrt(len(kept)), scatter)
 
 
 def _sweeps(plan: _Plan, settings: TrainingSettings) -> tuple[Sweep, Sweep]:

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from copyhead.experiment.diagnostics import over_seeds
 from copyhead.study.curves import branch_state, kept, signed
-from copyhead.study.run import exact_minima
+from copyhead.study.exact import exact_minima
 from copyhead.study.spec import Part, Reproduction
 from copyhead.study.store import Store
 from copyhead.theory.content import ContentOrderParameters

@@ -16,39 +16,33 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
-from copyhead.model import layout, targets, tokens
-from copyhead.model.moments import Correlated, Independent
-from copyhead.model.prior import prior
-from copyhead.problem import Attention, Problem, ProblemError
-from copyhead.theory.action import CopyTask
+from copyhead.model import layout, targets
+from copyhead.problem import Attention, Problem
 from copyhead.theory.descent import Descent, descend
-from copyhead.theory.front import Front
-from copyhead.theory.order_parameters import lift as lift_copy
-from copyhead.theory.posterior import Task
 from copyhead.theory.solution import Solution, solve
 from copyhead.theory.symmetric import (
-    MOST_CORRELATED,
     NoSubspace,
     SymmetricTask,
     action_of,
     at_sequences,
-    class_logits,
+    lags_by_class,
     parts,
     symmetric_task,
     turned,
 )
 from copyhead.theory.transition import Minimum, described
+from copyhead.theory.unreduced import expanded, unreduced_task, value_and_gradient
 
-# Largest H L^2: beyond, one descent takes minutes.
-MOST_LOGITS = 2**16
 # Standard deviations of random starts, and of what is added to all others.
 SCALES, NOISE = (0.3, 1.0, 3.0), 0.05
 # On the largest entry of the gradient; S is of order L.
 TOLERANCE = 1e-6
 # An eigenvalue of the Hessian below this, over that of the prior, is a way down; heads of linear attention rotate freely.
 UNSTABLE = -1e-5
-# Times that a saddle is left; change of S, relative, and of aG that tell two minima apart.
-DEPARTURES, SAME_ACTION, SAME_ORDER = 4, 1e-6, 1e-3
+# Distance at which a saddle is left, in logits, and how many times.
+LEAVE, DEPARTURES = 0.1, 4
+# Change of S, relative, and of aG that tell two minima apart.
+SAME_ACTION, SAME_ORDER = 1e-6, 1e-3
 
 Verdict = Literal["symmetric", "asymmetric", "no symmetric subspace"]
 
@@ -141,69 +135,6 @@ class Check:
         return found
 
 
-def unreduced_task(problem: Problem) -> SymmetricTask:
-    """The task on all H L^2 logits at P = 1, with population moments: every entry that the mask leaves is a class of its own.
-
-    On a ring correlated tokens have the ring's pairs, else those of open sequences.
-
-    Raises:
-        ProblemError: for attention that reads tokens, separate query and key matrices, token_scale > 0 under a mask, and more
-            logits or correlated tokens than are feasible.
-    """
-    problem.require_fused_positional("the minima over all logits are known")
-    length = problem.length
-    if problem.heads * length**2 > MOST_LOGITS:
-        raise ProblemError(f"length = {length}: heads * length^2 must be <= {MOST_LOGITS} to minimise over all logits")
-    if problem.causal and problem.token_scale > 0:
-        raise ProblemError(f"token_scale = {problem.token_scale:g}: must be 0 with causal = True")
-    law, target = tokens.law(problem), targets.operator(problem)
-    probability = law.marginal(length, problem.cyclic)
-    if law.independent:
-        kinds, count = np.unique(probability[probability > 0], return_counts=True)
-        moments = Independent(np.float64(1), kinds, count.astype(float))
-    elif problem.vocab > MOST_CORRELATED:
-        raise ProblemError(f"vocab = {problem.vocab}: must be <= {MOST_CORRELATED} for correlated tokens")
-    else:
-        pairs = law.pairs(length, problem.cyclic)
-        moments = Correlated(np.float64(1), pairs if problem.cyclic else both_ways(pairs))
-    whole = layout.masked(target, targets.allowed(problem))
-    row = np.where(np.asarray(whole.scored) > 0, np.arange(length), -1)
-    entries = np.arange(length**2).reshape(length, length)
-    numbers = prior(problem, float(np.sum(probability**2)))
-    return SymmetricTask(np.ones(problem.heads), whole, entries, row, target, whole, moments, numbers)
-
-
-def both_ways(pairs: Float[np.ndarray, "L V V"]) -> Float[np.ndarray, "D V V"]:
-    """Pairs of open sequences at the lags 1 - L .. L - 1, from those at 0 .. L - 1: C_-d = C_d^T."""
-    return np.concatenate([pairs[:0:-1].transpose(0, 2, 1), pairs])
-
-
-def expanded(classes: Float[np.ndarray, "H R K"], task: CopyTask, problem: Problem) -> Float[np.ndarray, "H L L"]:
-    """All logits of given ones by class; zero where there is no class."""
-    if isinstance(task, SymmetricTask) and task.class_of is not None:
-        return classes[:, 0, np.asarray(task.class_of)]
-    return layout.compressed(targets.operator(problem), targets.allowed(problem)).expand(classes)
-
-
-def symmetric_minima(problem: Problem, sequences: float, solution: Solution) -> list[tuple[float, Float[np.ndarray, "H L L"]]]:
-    """S and logits of every minimum on the symmetric subspace."""
-    kind = problem.attention
-    with jax.enable_x64(True):
-        if isinstance(solution, Front):
-            rows, task = solution.at(sequences), solution.task
-            return [(one.action, expanded(np.asarray(class_logits(one.excess, task, kind)), task, problem)) for one in rows]
-        task, found = solution.system.task, []
-        for _, point in solution.points(math.log(sequences)):
-            coordinates = solution.system.coordinates(point.z)
-            if isinstance(task, SymmetricTask):
-                classes = np.asarray(class_logits(coordinates, task, kind))
-            else:
-                assert isinstance(task, Task)
-                classes = np.asarray(lift_copy(coordinates, task.target))[None]
-            found.append((point.action, expanded(classes, task, problem)))
-        return found
-
-
 def classes_of(problem: Problem) -> Int[np.ndarray, "L L"]:
     """Number of the class of each entry, -1 where it is masked or its row is not scored.
 
@@ -256,11 +187,6 @@ def starts_of(problem: Problem, task: SymmetricTask, number: int, rng: np.random
 
 
 @partial(jax.jit, static_argnames="kind")
-def _value_and_gradient(logits: Array, task: SymmetricTask, kind: Attention) -> tuple[Array, Array]:
-    return jax.value_and_grad(action_of)(logits, task, kind)
-
-
-@partial(jax.jit, static_argnames="kind")
 def _curvature(logits: Array, direction: Array, task: SymmetricTask, kind: Attention) -> Array:
     return jax.jvp(lambda place: jax.grad(action_of)(place, task, kind), (logits,), (direction,))[1]
 
@@ -288,7 +214,7 @@ class Landscape:
         """To the minimum, or saddle, of the basin of a start."""
 
         def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
-            value, gradient = _value_and_gradient(self.expand(flat), self.task, self.kind)
+            value, gradient = value_and_gradient(self.expand(flat), self.task, self.kind)
             return float(value), np.asarray(gradient)[self.inside]
 
         with jax.enable_x64(True):
@@ -324,7 +250,7 @@ class Landscape:
         for _ in range(DEPARTURES):
             if not value < UNSTABLE:
                 break
-            ends = [self.descend(self.expand(found.place + 0.1 * direction)) for sign in (1, -1)]
+            ends = [self.descend(self.expand(found.place + sign * LEAVE * direction)) for sign in (1, -1)]
             found = min(ends, key=lambda one: one.value)
             value, direction = self.lowest(found.place, rng)
         return found, value
@@ -342,15 +268,6 @@ class Landscape:
         distance = np.subtract.outer(row, row) % len(row)
         places = [np.isin(distance, some) & scored[:, None] for some in lags]
         return state._replace(classes=tuple(float(matrices[leading][place].mean()) for place in places))
-
-
-def listed_lags(problem: Problem) -> list[list[int]]:
-    """Lags of the target by class, in the order of `symmetric_task`: those of equal weight for independent tokens."""
-    lags = problem.lags or {}
-    if not tokens.law(problem).independent:
-        return [[lag] for lag in sorted(lags, key=lambda lag: -abs(lags[lag]))]
-    values = sorted(set(lags.values()), key=lambda weight: (-abs(weight), -weight))
-    return [[lag for lag in lags if lags[lag] == weight] for weight in values]
 
 
 def check(
@@ -376,7 +293,9 @@ def check(
     try:
         classes = classes_of(problem)
         solution = solve(problem.replace(sequences=None), reach=[sequences]) if solution is None else solution
-        symmetric = symmetric_minima(problem, sequences, solution)
+        for one in solution.minima(sequences):
+            assert one.logits is not None
+            symmetric.append((one.action, expanded(one.logits, problem)))
     except NoSubspace as error:
         reason = str(error)
     rng = np.random.default_rng(seed)
@@ -386,7 +305,7 @@ def check(
     begin += [logits + NOISE * inside * rng.standard_normal(logits.shape) for logits in begin]
     begin += starts_of(problem, task, starts, rng)
     found: list[State] = []
-    lost, lags = 0, listed_lags(problem)
+    lost, lags = 0, lags_by_class(problem)
     for start in begin:
         reached, lowest = landscape.settle(start, rng)
         if not reached.converged or not lowest >= UNSTABLE:

@@ -259,11 +259,6 @@ class Front:
         """Whether every state of the scan is self-consistent."""
         return all(one.converged for one in (*self.up, *self.down, *self.best))
 
-    @property
-    def segments(self) -> tuple[()]:
-        """None: states are found at one P each."""
-        return ()
-
     def at(self, sequences: float) -> list[Rows]:
         """The states at P, lowest action first: one where those followed from below and from above agree.
 
@@ -315,10 +310,8 @@ class Front:
 
     def _stiffness(self, state: Rows) -> float:
         """The least curvature of a row by c, over that of the prior."""
-        step = 1e-4
-        ends = (self._slope(state.excess + sign * step, state.pull) for sign in (1, -1))
         bare = (self.lengths - 1) / self.lengths / (self.task.prior.logit_variance * self.task.prior.position_scale**2)
-        curvature = (next(ends) - next(ends)) / (2 * step)
+        curvature = self._derivatives(state.excess, state.pull)[1]
         seeing = bare > 0
         return float(np.min(curvature[seeing] / bare[seeing])) if np.any(seeing) else 1.0
 
@@ -411,8 +404,7 @@ class Front:
             square, on = self._attention(one.excess)
             by_c = np.stack([2 * on - 2 * (1 - on) / np.maximum(self.lengths - 1, 1), np.ones_like(on)], -1)
             by_c *= (on * (1 - on))[:, None]
-            ends = [self._slope(one.excess + sign * 1e-4, one.pull) for sign in (1, -1)]
-            stiffness = np.where(self.lengths > 1, (ends[0] - ends[1]) / 2e-4, 1.0)
+            stiffness = np.where(self.lengths > 1, self._derivatives(one.excess, one.pull)[1], 1.0)
             force = np.array([one.pull[0], -2 * one.pull[1]]) * by_c / (2 * self.task.prior.kappa)
             by_pull = by_c[:, :, None] * (-force / stiffness[:, None])[:, None, :]
             others = by_pull.sum(axis=0) - by_pull

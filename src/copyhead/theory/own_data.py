@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from copyhead.model import layout, targets, tokens
+from copyhead.model import targets
 from copyhead.model.attention import attention
 from copyhead.model.energy import loss_per_token
 from copyhead.model.moments import Empirical, Moments
-from copyhead.model.prior import prior
 from copyhead.problem import Attention, Problem
 from copyhead.theory.descent import descend
-from copyhead.theory.symmetric import Parts, SymmetricTask, action_of, attention_on, parts
+from copyhead.theory.saddle_point import in_double
+from copyhead.theory.symmetric import Parts, SymmetricTask, attention_on, parts
+from copyhead.theory.unreduced import value_and_gradient
 
 
 class OwnMinimum(NamedTuple):
@@ -32,27 +32,6 @@ class OwnMinimum(NamedTuple):
     logits: Float[np.ndarray, "H L L"]
     gradient: float
     converged: bool
-
-
-def full_logits(logits: Float[np.ndarray, "H R K"], problem: Problem) -> Float[np.ndarray, "H L L"]:
-    """Logits of a symmetric minimum as full matrices; zero where they are masked, or their row is not scored."""
-    if logits.shape[-2:] == (problem.length, problem.length) and not tokens.law(problem).independent:
-        return logits
-    return layout.compressed(targets.operator(problem), targets.allowed(problem)).expand(logits)
-
-
-def own_task(problem: Problem, data: Empirical) -> SymmetricTask:
-    """The task on all logits of all heads with the moments of a data set; every entry is a class of its own."""
-    target = targets.operator(problem)
-    law = tokens.law(problem).marginal(problem.length, problem.cyclic)
-    whole = layout.masked(target, targets.allowed(problem))
-    numbers = prior(problem, float(np.sum(law**2)))
-    return SymmetricTask(np.ones(problem.heads), whole, None, np.arange(problem.length), target, whole, data, numbers)
-
-
-@partial(jax.jit, static_argnames="kind")
-def _value_and_gradient(logits: Array, task: SymmetricTask, kind: Attention) -> tuple[Array, Array]:
-    return jax.value_and_grad(action_of)(logits, task, kind)
 
 
 def minimise(
@@ -71,10 +50,10 @@ def minimise(
         tolerance: on the largest entry of the gradient.
     """
     with jax.enable_x64(True):
-        task, population = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (task, population))
+        task, population = jax.tree.map(lambda leaf: jnp.asarray(in_double(leaf)), (task, population))
 
         def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
-            value, gradient = _value_and_gradient(flat.reshape(start.shape), task, kind)
+            value, gradient = value_and_gradient(flat.reshape(start.shape), task, kind)
             return value, gradient.ravel()
 
         found = descend(objective, start.ravel(), tolerance)

@@ -109,7 +109,8 @@ def _correct(
     return y, matrix, residual, value
 
 
-def _in_double(leaf: Array) -> np.ndarray:
+def in_double(leaf: Array) -> np.ndarray:
+    """A leaf of a task in float64; whole numbers, which are indices, stay what they are."""
     found = np.asarray(leaf)
     return found if np.issubdtype(found.dtype, np.integer) else found.astype(np.float64)
 
@@ -138,7 +139,7 @@ class System:
     def of(cls, task: CopyTask, kind: Attention) -> System:
         """Whitens the task; `task` holds the moments of one sequence, or any number: P replaces it."""
         with jax.enable_x64(True):
-            task = jax.device_put(jax.tree.map(_in_double, task))
+            task = jax.device_put(jax.tree.map(in_double, task))
         dimension = len(row_entries(task, kind))
         bare = cls(task, kind, np.eye(dimension), 1.0)
         along = np.append(np.zeros(dimension), 1.0)

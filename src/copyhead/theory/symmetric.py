@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from copyhead.model import layout, targets, tokens
 from copyhead.model.attention import attention
 from copyhead.model.layout import Layout
-from copyhead.model.moments import Correlated, Empirical, Independent
+from copyhead.model.moments import Correlated, Empirical, Independent, independent
 from copyhead.model.prior import Prior, logit_energy, prior
 from copyhead.problem import Attention, Problem, ProblemError
 
@@ -75,9 +75,7 @@ def symmetric_task(problem: Problem) -> SymmetricTask:
         # under a mask the prior of all logits is not known either
         refusal = ProblemError if problem.causal else NoSubspace
         raise refusal(f"token_scale = {problem.token_scale:g}: must be 0 where rows or columns of the target differ")
-    kinds, count = np.unique(probability[probability > 0], return_counts=True)
-    moments = Independent(np.float64(1), kinds, count.astype(float))
-    heads = np.ones(problem.heads)
+    heads, moments = np.ones(problem.heads), independent(probability)
     return SymmetricTask(heads, classes.layout, None, classes.row, classes.target, classes.layout, moments, numbers)
 
 
@@ -97,8 +95,8 @@ def _lag_task(problem: Problem, law: tokens.Law, target: Float[np.ndarray, "L L"
         raise ProblemError(
             f"vocab = {problem.vocab}: must be <= {MOST_CORRELATED} for correlated tokens; laws of independent tokens take any"
         )
-    length, lags = problem.length, problem.lags
-    order = [*sorted(lags, key=lambda lag: -abs(lags[lag])), *(lag for lag in range(length) if lag not in lags)]
+    length, first = problem.length, [lag for some in lags_by_class(problem) for lag in some]
+    order = [*first, *(lag for lag in range(length) if lag not in first)]
     place = np.empty(length, int)
     place[order] = np.arange(length)
     a, b = np.indices((length, length))
@@ -107,6 +105,15 @@ def _lag_task(problem: Problem, law: tokens.Law, target: Float[np.ndarray, "L L"
     moments = Correlated(np.float64(1), law.pairs(length, True))
     heads, row = np.ones(problem.heads), np.zeros(length, int)
     return SymmetricTask(heads, classes, place[(a - b) % length], row, target, whole, moments, numbers)
+
+
+def lags_by_class(problem: Problem) -> list[list[int]]:
+    """Lags of the target by class of entries, in the order of the classes: those of equal weight for independent tokens."""
+    lags = problem.lags or {}
+    if not tokens.law(problem).independent:
+        return [[lag] for lag in sorted(lags, key=lambda lag: -abs(lags[lag]))]
+    values = sorted(set(lags.values()), key=lambda weight: (-abs(weight), -weight))
+    return [[lag for lag in lags if lags[lag] == weight] for weight in values]
 
 
 def at_sequences(task: SymmetricTask, sequences: float | Float[Array, ""]) -> SymmetricTask:

@@ -19,16 +19,17 @@ import numpy as np
 from jaxtyping import Float
 
 from copyhead.model.targets import operator
-from copyhead.model.tokens import law
 from copyhead.problem import Attention, Problem
 from copyhead.theory import scalar
 from copyhead.theory.action import CopyTask, at, copy_task
 from copyhead.theory.continuation import Segment, follow, minimum_on, segments, switch
 from copyhead.theory.leading_order import cost_ratio, leading_order
 from copyhead.theory.order_parameters import AnyOrderParameters, OrderParameters, order_parameters
+from copyhead.theory.order_parameters import lift as lift_copy
+from copyhead.theory.posterior import Task
 from copyhead.theory.saddle_point import QUICK_COMPILATION, Point, System
 from copyhead.theory.search import search_disconnected
-from copyhead.theory.symmetric import Parts, SymmetricTask, at_sequences, lift, parts
+from copyhead.theory.symmetric import Parts, SymmetricTask, at_sequences, lags_by_class, lift, parts
 
 Kind = Literal["first-order", "second-order", "crossover"]
 Verdict = Literal["first-order", "second-order", "crossover", "undetermined"]
@@ -56,8 +57,8 @@ class Minimum(NamedTuple):
     """A minimum of the action at one P. lowest: lowest Hessian eigenvalue in whitened coordinates, one for the bare prior.
 
     Beyond the paper's task. rows: cG of the leading head by position, None where a position is not scored. heads: cG by head,
-    in falling order of aG. classes: mean attention of the leading head on each class of entries. logits: in the layout of the
-    task.
+    in falling order of aG. classes: mean attention of the leading head on each class of entries.
+    logits: in the layout of the task; None where attention reads the tokens.
     """
 
     order_parameters: AnyOrderParameters
@@ -93,11 +94,8 @@ def described(
 
 def attention_by_lag(problem: Problem, minimum: Minimum) -> dict[str, float]:
     """Mean attention of the leading head on one position of each lag of the target."""
-    lags = problem.lags or {}
-    values = sorted(set(lags.values()), key=lambda weight: (-abs(weight), -weight))
-    if law(problem).independent:  # lags of equal weight are one class
-        return {str(lag): minimum.classes[values.index(weight)] for lag, weight in lags.items()}
-    return {str(lag): minimum.classes[k] for k, lag in enumerate(sorted(lags, key=lambda lag: -abs(lags[lag])))}
+    found = {lag: minimum.classes[k] for k, some in enumerate(lags_by_class(problem)) for lag in some}
+    return {str(lag): found[lag] for lag in sorted(found)}
 
 
 def numbers(minimum: Minimum, problem: Problem) -> dict[str, float]:
@@ -181,7 +179,11 @@ class Phases:
     def _minimum(self, point: Point, metastable: bool) -> Minimum:
         task, kind = self.system.task, self.system.kind
         if not isinstance(task, SymmetricTask):
-            return Minimum(self.observe(point), point.action, metastable, point.lowest)
+            found = Minimum(self.observe(point), point.action, metastable, point.lowest)
+            if not isinstance(task, Task):
+                return found
+            with jax.enable_x64(True):
+                return found._replace(logits=np.asarray(lift_copy(self.system.coordinates(point.z), task.target))[None])
         with jax.enable_x64(True):
             logits = lift(self.system.coordinates(point.z), task, kind)
             found = Parts(*map(np.asarray, parts(logits, at_sequences(task, np.exp(point.log_p)), kind)))
