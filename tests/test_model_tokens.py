@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from copyhead.model import targets, tokens
+from copyhead.model import markov, targets, tokens
 from copyhead.problem import Problem
 from copyhead.record import ProblemError
 
@@ -139,7 +139,7 @@ def test_a_data_set_of_any_law_is_the_prefix_of_every_larger_one(name, cyclic, m
     law = LAWS[name]
     large = law.draw(tokens.stream(5, "train"), 400, 6, cyclic)
     np.testing.assert_array_equal(law.draw(tokens.stream(5, "train"), 300, 6, cyclic), large[:300])
-    monkeypatch.setattr(tokens, "CHUNK", 28)
+    monkeypatch.setattr(markov, "CHUNK", 28)
     np.testing.assert_array_equal(law.draw(tokens.stream(5, "train"), 300, 6, cyclic), large[:300])
 
 
