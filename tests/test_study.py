@@ -35,6 +35,15 @@ def test_identity_depends_on_every_setting():
     assert len({base.identity, *(spec.identity for spec in changed)}) == 4
 
 
+def test_identity_depends_on_the_content_of_the_files_that_the_problem_names(tmp_path):
+    file = tmp_path / "counts.txt"
+    file.write_text("1\n2\n3\n4\n")
+    spec = Reproduction(**QUICK, problem=Problem.preset("paper", tokens=f"counts:{file}"))
+    before = spec.identity
+    file.write_text("4\n3\n2\n1\n# another law of the same name\n")
+    assert spec.identity != before
+
+
 def test_parts_have_unique_names_and_cover_all_seeds():
     spec = Reproduction(**QUICK, attentions=("softmax",))
     work = parts(spec)

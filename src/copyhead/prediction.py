@@ -12,7 +12,7 @@ from copyhead.theory.front import Front, Passing
 from copyhead.theory.leading_order import LeadingOrder, leading_order
 from copyhead.theory.solution import Solution, solve
 from copyhead.theory.symmetric import NoSubspace
-from copyhead.theory.transition import Minimum, Phases, Transition, Verdict, attention_by_lag
+from copyhead.theory.transition import Minimum, Phases, Transition, Verdict, attention_by_lag, shown_length
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -136,7 +136,7 @@ class Prediction:
                 lines.append(f"    {name}: {_listed(detail)}")
         if self.front is not None:
             lines.append("  front: P where the row with n allowed positions passes cG = 1")
-            lines += [f"    n = {one.n}: {_passing(one)}" for one in self.front if one.n in _shown_rows(self.front)]
+            lines += [f"    n = {one.n}: {_passing(one)}" for one in self.front if shown_length(one.n, self.front[-1].n)]
         if self.finite_chi is not None:
             lines += self.finite_chi.lines()
         if self.all_logits is not None:
@@ -154,11 +154,6 @@ def _listed(detail: Any) -> str:
     if isinstance(detail, dict):
         return "  ".join(f"lag {lag} {value:.5g}" for lag, value in detail.items())
     return "  ".join("-" if value is None else f"{value:.4g}" for value in detail)
-
-
-def _shown_rows(front: tuple[Passing, ...]) -> set[int]:
-    """Row lengths that are printed: powers of two, and the last."""
-    return {one.n for one in front if one.n & (one.n - 1) == 0} | {front[-1].n}
 
 
 def _passing(one: Passing) -> str:

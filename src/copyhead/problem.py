@@ -22,6 +22,9 @@ _NUMBER = rf"[+-]?{_SIZE}"
 TOKENS = rf"^(uniform|zipf:{_SIZE}|(counts|markov|corpus):.+)$"
 TARGETS = rf"^(lag:\d+|lags:\d+={_NUMBER}(,\d+={_NUMBER})*|matrix:.+)$"
 
+# Kinds of tokens and targets that a file gives.
+FILE_KINDS = ("counts", "markov", "corpus", "matrix")
+
 PRESETS: dict[str, dict[str, Any]] = {
     # The paper's sizes are not public to us; these give all of its quoted numbers at once (docs/theory.md, preset).
     "paper": {"length": 32, "vocab": 4, "noise": 0.9, "logit_variance": 1.0, "output_variance": 1.0, "chi": 50.0},
@@ -144,6 +147,17 @@ class Problem(Record):
         """What takes the problem beyond the paper's copy task by one head on uniform tokens, as 'field = value'."""
         plain = {"causal": False, "heads": 1, "tokens": "uniform", "target": "lag:1"}
         return tuple(f"{name} = {getattr(self, name)!r}" for name, value in plain.items() if getattr(self, name) != value)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """A name of the content of each file that the problem names, by field; equal only for equal contents.
+
+        Raises:
+            ProblemError: if one cannot be read.
+        """
+        named = {"tokens": self.tokens, "target": self.target}
+        parts = {field: value.partition(":") for field, value in named.items()}
+        return {field: files.digest(field, path) for field, (kind, _, path) in parts.items() if kind in FILE_KINDS}
 
     def require_paper(self, what: str) -> None:
         """Raises:

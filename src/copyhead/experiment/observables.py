@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from copyhead.experiment.direct import in_chunks_of, sequences_at_a_time
 from copyhead.model import layout, moments, targets, tokens
 from copyhead.model.attention import attention
 from copyhead.model.energy import loss_per_token
+from copyhead.model.heads import coefficient, principal, weighted_mean
 from copyhead.model.layout import Layout
 from copyhead.model.moments import Moments
 from copyhead.model.network import Circuits, Network, Positional, Weights, circuits, logits
@@ -22,8 +23,6 @@ from copyhead.problem import Attention, Problem
 
 # Sequences on which attention that reads tokens is averaged: it differs little from one to the next, the loss much more.
 ATTENTION_SEQUENCES = 256
-# Stands for an empty sum that is divided by; what is divided is zero.
-TINY = 1e-30
 
 
 class Observables(NamedTuple):
@@ -180,32 +179,18 @@ def _losses(matrix: Float[Array, "*H L L"], output: Float[Array, "*H V V"], yard
 def _heads(weights: Positional, yardstick: Yardstick, problem: Problem) -> HeadObservables:
     target, entries, length = yardstick.target, yardstick.layout, problem.length
     logits, output = weights
+    weight = entries.scored[:, None] * entries.columns
     if problem.attention == "linear":
-        # rotations of the heads into one another change nothing: the ones with orthogonal logits, largest first
-        weight = entries.scored[:, None] * entries.columns
-        turn = jnp.linalg.eigh(jnp.einsum("hab,ab,gab->hg", logits, weight, logits))[1][:, ::-1]
+        turn = principal(logits, weight)
         logits, output = (jnp.einsum("hg,hab->gab", turn, part) for part in (logits, output))
-        sign = jnp.where(jnp.einsum("hab,ab->h", logits, weight) < 0, -1.0, 1.0)[:, None, None]
-        logits, output = sign * logits, sign * output
     matrix = attention(logits, problem.attention, length, entries.columns)
     scored = targets.scored(targets.operator(problem)) > 0
-    on = entries.scored[:, None] * target
-    off = entries.scored[:, None] * entries.columns * (target == 0)
-
-    def mean(which: Array, of: Array, over: Any) -> Array:
-        return jnp.sum(which * of, axis=over) / jnp.maximum(jnp.sum(which, axis=over), TINY)
-
-    def projected(of: Float[Array, "H L L"], over: Any) -> tuple[Array, Array]:
-        """Mean off the target, and least-squares coefficient of T in what is above it."""
-        rest = mean(off, of, over)
-        above = of - (rest[..., None, None] if over == (-2, -1) else rest[..., None])
-        return rest, jnp.sum(on * above, axis=over) / jnp.maximum(jnp.sum(on * target, axis=over), TINY)
-
-    c1, cG = projected(logits, (-2, -1))
-    a1, aG = projected(matrix, (-2, -1))
+    c1, cG = jax.vmap(lambda one: coefficient(one, weight, target))(logits)
+    a1, aG = jax.vmap(lambda one: coefficient(one, weight, target))(matrix)
     order = jnp.argsort(-aG)
     first = order[0]
-    _, rows = projected(logits[first], -1)
+    by_row = weight * jnp.eye(length)[:, :, None]
+    _, rows = jax.vmap(lambda row: coefficient(logits[first], row, target))(by_row)
     shifts = [targets.shift(length, lag, problem.cyclic) for lag in problem.lags or {}]
     return HeadObservables(
         c1[first],
@@ -217,7 +202,7 @@ def _heads(weights: Positional, yardstick: Yardstick, problem: Problem) -> HeadO
         rows[scored],
         cG[order],
         aG[order],
-        jnp.array([mean(shift.astype(np.float32), matrix[first], None) for shift in shifts]),
+        jnp.array([weighted_mean(matrix[first], shift.astype(np.float32)) for shift in shifts]),
     )
 
 

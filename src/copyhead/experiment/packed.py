@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import optimization_barrier
@@ -130,8 +129,7 @@ class PackedPath:
 
     def collect(self, data: list[Int[np.ndarray, "P L"]]) -> Empirical:
         """Moments of data sets along a leading axis."""
-        found = [moments.empirical(part, self.problem.vocab) for part in data]
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *found)
+        return moments.of_each(data, self.problem.vocab)
 
     def prepare(self, start: Positional, data: Empirical, key: UInt32[np.ndarray, "cell 2"]) -> tuple[Transposed, Packed]:
         """Weights and data as the step loop holds them; `key` is that of mini-batches, which moments have no use for."""

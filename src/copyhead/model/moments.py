@@ -160,6 +160,11 @@ def empirical(tokens: Int[np.ndarray, "P L"], vocab: int) -> Empirical:
     return Empirical(np.float32(sequences), np.ascontiguousarray(gram.transpose(0, 2, 1, 3)))
 
 
+def of_each(data: list[Int[np.ndarray, "P L"]], vocab: int) -> Empirical:
+    """Moments of several data sets, along a leading axis."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *(empirical(part, vocab) for part in data))
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Independent:

@@ -18,9 +18,6 @@ from copyhead.record import ProblemError
 # Names of the random streams of one integer seed; a new use takes a new name, so no two uses share draws.
 STREAMS = {"train": 0, "fresh": 1, "init": 2, "langevin": 3, "embedding": 4, "batch": 5}
 
-# Laws that a file gives.
-_FILES = ("counts", "markov", "corpus")
-
 
 def stream(seed: int, name: str, *parts: int) -> np.random.SeedSequence:
     """The source of randomness for one named use of a seed; `parts` tell runs of the same use apart."""
@@ -135,9 +132,8 @@ def law(problem: Problem) -> Law:
     Raises:
         ProblemError: for a file that cannot be read, or does not give a law of `vocab` tokens.
     """
-    kind, path = _kind(problem.tokens)
-    digest = files.digest("tokens", path) if kind in _FILES else ""
-    return _law(problem.tokens, problem.vocab, problem.unit if kind == "corpus" else "", digest)
+    kind, _ = _kind(problem.tokens)
+    return _law(problem.tokens, problem.vocab, problem.unit if kind == "corpus" else "", problem.digests.get("tokens", ""))
 
 
 @lru_cache(maxsize=8)

@@ -335,15 +335,16 @@ def beyond_remarks(spec: Reproduction, measured: dict[str, Measured]) -> list[st
         + (", and the attention on each lag" if len(problem.lags or {}) > 1 else "")
         + ". SGLD, jump searches and loss maps are made for the paper's task only."
     ]
-    law = describe(problem)
     if problem.tokens != "uniform":
+        law = describe(problem)
         found.append("Tokens: " + ", ".join(f"{name} {value}" for name, value in law.items() if value is not None) + ".")
     for attention, results in measured.items():
         if not results.theory.complete:
             found.append(f"{attention}: the theory could not be followed to its end; its verdict is undetermined.")
         jumps = sum(t.kind == "first-order" for t in results.theory.transitions)
         if jumps > 1:
-            found.append(f"{attention}: {jumps} first-order transitions, one row after the other; the table has the last ones.")
+            order = ", one row after the other" if problem.causal else ""
+            found.append(f"{attention}: {jumps} first-order transitions{order}; the table has the last ones.")
         if results.exact is None:
             found.append(f"{attention}: too large for the minimum of S on every data set; compared with expected moments only.")
     return found

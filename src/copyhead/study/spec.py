@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -89,11 +90,11 @@ class Reproduction(Record):
 
     @property
     def identity(self) -> str:
-        """A hash of all fields, of the package's own sources and of the numerical libraries' versions.
+        """A hash of all fields, files that they name, the package's own sources and the numerical libraries' versions.
 
         Two runs with the same one give the same numbers; a changed kernel never meets the parts of an older one.
         """
-        digest = hashlib.sha256(self.model_dump_json().encode())
+        digest = hashlib.sha256(self.model_dump_json().encode() + json.dumps(self.problem.digests).encode())
         for path in sorted(Path(__file__).parents[1].rglob("*.py")):
             digest.update(path.read_bytes())
         for package in ("jax", "numpy", "scipy", "optax"):

@@ -228,7 +228,10 @@ class System:
 
     @cached_property
     def order(self) -> Float[np.ndarray, "d"]:
-        """cG as a linear function of the coordinates; beyond the paper's task its mean over heads."""
+        """cG as a linear function of the coordinates.
+
+        Beyond the paper's task its mean over heads of softmax, and that of the first head of linear attention.
+        """
         if not isinstance(self.task, SymmetricTask):
             return np.eye(self.dimension)[1]
         return excess_weights(self.task, self.kind)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from copyhead.model import layout, targets, tokens
 from copyhead.model.attention import attention
+from copyhead.model.heads import coefficient, principal
 from copyhead.model.layout import Layout
 from copyhead.model.moments import Correlated, Empirical, Independent, independent
 from copyhead.model.prior import Prior, logit_energy, prior
@@ -25,8 +26,6 @@ from copyhead.problem import Attention, Problem, ProblemError
 # Largest V of correlated tokens: an evaluation of S takes a V x V system, and the Hessian one for each lag. At V = 300,
 # L = 32 the branches were not there after ten minutes.
 MOST_CORRELATED = 128
-# Stands for nothing where a sum of weights may be empty; what is divided by it is zero.
-_TINY = 1e-300
 
 
 class NoSubspace(ProblemError):
@@ -295,28 +294,10 @@ class Parts(NamedTuple):
     loss: Float[Array, ""]
 
 
-def _coefficient(matrix: Array, weight: Array, target: Array) -> tuple[Array, Array]:
-    """Mean off the target, and least-squares coefficient of the target in what is above it."""
-    outside = weight * (target == 0)
-    off = jnp.sum(outside * matrix) / jnp.maximum(jnp.sum(outside), _TINY)
-    return off, jnp.sum(weight * target * (matrix - off)) / jnp.maximum(jnp.sum(weight * target**2), _TINY)
-
-
 def _excess(coordinates: Float[Array, "d"], task: SymmetricTask, kind: Attention) -> Float[Array, ""]:
     weight = task.layout.scored[:, None] * task.layout.columns
-    by_head = jax.vmap(lambda one: _coefficient(one, weight, task.target)[1])(lift(coordinates, task, kind))
+    by_head = jax.vmap(lambda one: coefficient(one, weight, task.target)[1])(lift(coordinates, task, kind))
     return by_head[0] if kind == "linear" else jnp.mean(by_head)
-
-
-def _principal(logits: Array, matrices: Array, weight: Array) -> tuple[Array, Array]:
-    """Heads of linear attention rotated so that their logits are orthogonal, largest first, each with a mean row sum >= 0.
-
-    Rotations of heads into one another, and signs of single heads, change nothing else.
-    """
-    turn = jnp.linalg.eigh(jnp.einsum("hrk,rk,grk->hg", logits, weight, logits))[1][:, ::-1]
-    logits, matrices = (jnp.einsum("hg,hrk->grk", turn, part) for part in (logits, matrices))
-    sign = jnp.where(jnp.einsum("hrk,rk->h", matrices, weight) < 0, -1.0, 1.0)[:, None, None]
-    return sign * logits, sign * matrices
 
 
 def turned(
@@ -326,7 +307,8 @@ def turned(
     matrices = _attended(logits, task, kind)
     if kind == "softmax":
         return logits, matrices
-    return _principal(logits, matrices, task.layout.scored[:, None] * task.layout.columns)
+    turn = principal(logits, task.layout.scored[:, None] * task.layout.columns)
+    return jnp.einsum("hg,hrk->grk", turn, logits), jnp.einsum("hg,hrk->grk", turn, matrices)
 
 
 @partial(jax.jit, static_argnames="kind")
@@ -334,11 +316,12 @@ def parts(logits: Float[Array, "H R K"], task: SymmetricTask, kind: Attention) -
     """Order parameters by head, row and class of logits in the layout of the task."""
     logits, matrices = turned(logits, task, kind)
     weight = task.layout.scored[:, None] * task.layout.columns
-    c1, cG = jax.vmap(lambda one: _coefficient(one, weight, task.target))(logits)
-    off, aG = jax.vmap(lambda one: _coefficient(one, weight, task.target))(matrices)
+    c1, cG = jax.vmap(lambda one: coefficient(one, weight, task.target))(logits)
+    off, aG = jax.vmap(lambda one: coefficient(one, weight, task.target))(matrices)
     eye = jnp.eye(len(weight))
-    rows = jax.vmap(lambda one: jax.vmap(lambda row: _coefficient(one, weight * row[:, None], task.target)[1])(eye))(logits)
-    classes = jnp.sum(weight * matrices, axis=1) / jnp.maximum(jnp.sum(weight, axis=0), _TINY)
+    rows = jax.vmap(lambda one: jax.vmap(lambda row: coefficient(one, weight * row[:, None], task.target)[1])(eye))(logits)
+    entries = jnp.sum(weight, axis=0)
+    classes = jnp.sum(weight * matrices, axis=1) / jnp.where(entries > 0, entries, 1.0)
     number = task.moments.sequences * jnp.sum(task.layout.scored)
     ridge = jnp.asarray(task.prior.ridge)
     explained, slope = jax.value_and_grad(lambda r: _explained(matrices, task, r))(ridge)

@@ -117,7 +117,12 @@ def numbers(minimum: Minimum, problem: Problem) -> dict[str, float]:
 def shown_rows(rows: tuple[float | None, ...]) -> list[int]:
     """Positions that may attend to a power of two of positions, and the last one, if they are scored."""
     last = len(rows) - 1
-    return [a for a in range(last + 1) if rows[a] is not None and ((a + 1) & a == 0 or a == last)]
+    return [a for a in range(last + 1) if rows[a] is not None and shown_length(a + 1, last + 1)]
+
+
+def shown_length(n: int, longest: int) -> bool:
+    """Whether a row of n positions is one of those that are printed and compared: powers of two, and the longest."""
+    return n & (n - 1) == 0 or n == longest
 
 
 @partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
