@@ -25,6 +25,8 @@ from copyhead.model.moments import Empirical
 from copyhead.model.network import Network, Positional
 from copyhead.problem import Problem
 
+pytestmark = pytest.mark.slow
+
 # Gates, then |difference| < Z errors: 7e-6 for one comparison that is right, below 1e-3 for the hundred or so of this file.
 LEAST_ESS, RHAT, Z = 400.0, 1.03, 4.5
 

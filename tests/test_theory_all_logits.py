@@ -63,7 +63,7 @@ def test_symmetric_minima_are_stationary_over_all_logits(fields, chain):
     gradient = jax.jit(jax.value_and_grad(lambda place: symmetric_action(place, task, kind)))
     start = np.linspace(1.5, 0.5, dimension(task, kind))
     found = minimize(gradient, start, jac=True, method="BFGS", options={"gtol": 1e-9})
-    logits = expanded(np.asarray(lift(found.x, task, kind)), problem)
+    logits = np.array(expanded(np.asarray(lift(found.x, task, kind)), problem))
     assert np.abs(logits).max() > 0.1
     whole = at_sequences(unreduced_task(problem), 100.0)
     assert float(action_of(logits, whole, kind)) == pytest.approx(found.fun, rel=1e-12)

@@ -20,6 +20,8 @@ from copyhead.theory.finite_width import finite_width
 from copyhead.theory.full_network import measure_network, minimise_network, symmetric
 from copyhead.theory.transition import phases
 
+pytestmark = pytest.mark.slow
+
 PROBLEM = Problem(length=8, vocab=3, noise=0.6, token_scale=1.0, content=True, sequences=150)
 
 
@@ -136,7 +138,6 @@ def test_trained_embedded_networks_depart_from_the_limit_as_predicted(attention)
         assert shift.mean() == pytest.approx(expected, rel=3 / 150**0.5)
 
 
-@pytest.mark.slow
 def test_order_parameters_do_not_drift_with_width():
     """d_model 64, 256 and 1024 at the default g_E agree within the scatter of data sets; so do all with the limit."""
     problem = PROBLEM.replace(sequences=None)
