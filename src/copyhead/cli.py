@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from copyhead import __version__
-from copyhead.options import Progress, given, new_file, new_folder, numbers, with_problem
+from copyhead import __version__, study_commands
+from copyhead.options import AsJson, Progress, given, new_file, new_folder, numbers, with_problem
 from copyhead.problem import Problem, ProblemError
 
 app = typer.Typer(
@@ -22,9 +22,6 @@ app = typer.Typer(
     help="How much data does an attention head need before it snaps into a copy head, how sharp is that snap, and does "
     "real training agree?",
 )
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 
 
 @app.callback(invoke_without_command=True)
@@ -332,6 +329,9 @@ def classify(
     typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
 
 
+for command in (study_commands.run, study_commands.status, study_commands.report, study_commands.export):
+    app.command()(command)
+
 # Exit status after Ctrl-C; the parser catches the interrupt and returns this.
 INTERRUPTED = 130
 
@@ -349,6 +349,7 @@ def main() -> None:
         print(f"copyhead: {error}", file=sys.stderr)
         sys.exit(2)
     if code == INTERRUPTED:
-        kept = "; finished parts are kept, the same command goes on from there" if "reproduce" in sys.argv else ""
+        pieces = {"reproduce": "parts", "run": "batches"}.get(sys.argv[1])
+        kept = f"; finished {pieces} are kept, the same command goes on from there" if pieces else ""
         print(f"copyhead: interrupted{kept}", file=sys.stderr)
     sys.exit(code)

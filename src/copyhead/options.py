@@ -11,6 +11,8 @@ import typer
 
 from copyhead.problem import PRESETS, Problem, ProblemError
 
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
+
 
 def with_problem(command: Callable[..., None], without: tuple[str, ...] = ()) -> Callable[..., None]:
     """Gives a command one option for each field of Problem not in `without`; calls it with the Problem as first argument.

@@ -27,11 +27,11 @@ def number(value: Any) -> str:
     return f"{float(value):.5g}"
 
 
-def render(figures: list[Shown], **content: Any) -> str:
-    """The page as text; figures are embedded, nothing is loaded from elsewhere."""
+def render(figures: list[Shown], page: str = "report.html.j2", **content: Any) -> str:
+    """A page as text; figures are embedded, nothing is loaded from elsewhere."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters["number"] = number
     embedded = [{"name": f.name, "caption": f.caption, "data": base64.b64encode(f.path.read_bytes()).decode()} for f in figures]
-    return environment.get_template("report.html.j2").render(figures=embedded, **content)
+    return environment.get_template(page).render(figures=embedded, **content)

@@ -73,16 +73,25 @@ class Store:
             return dataset.load()
 
     def write_text(self, name: str, text: str) -> Path:
-        """Writes a file at once: a reader sees the old content or the new."""
-        path = self.folder / name
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise StoreError(f"out = {str(path)!r}: cannot be written ({error.strerror})") from None
-        return path
+        """Writes a file of the folder, see `write_text`."""
+        return write_text(self.folder / name, text)
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Writes a file at once: a reader sees the old content or the new.
+
+    Raises:
+        StoreError: if it cannot be written, with the reason.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise StoreError(f"out = {str(path)!r}: cannot be written ({error.strerror})") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
 
 
 def write_dataset(path: Path, dataset: xr.Dataset) -> None:
