@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OUT ?= reproduction
 
-.PHONY: reproduce test test-slow lint bench bench-network bench-sampling clean
+.PHONY: reproduce test test-slow lint bench bench-network bench-sampling bench-workers slurm clean
 
 reproduce: $(READY)
 	$(BIN)/copyhead reproduce --out $(OUT) $(ARGS)
@@ -26,6 +26,12 @@ bench: $(READY)
 
 bench-sampling: $(READY)
 	$(BIN)/python bench/sampling.py $(ARGS)
+
+bench-workers: $(READY)
+	$(BIN)/python bench/workers.py $(ARGS)
+
+slurm:
+	tests/slurm.sh
 
 bench-network: $(READY)
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"

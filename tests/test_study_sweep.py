@@ -354,6 +354,25 @@ def test_a_scheduler_with_workers_over_tcp(whole, tmp_path):
     assert_equal(whole, folder)
 
 
+SLURM = shutil.which("sinfo") and subprocess.run(["sinfo"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not SLURM, reason="no SLURM on this machine; tests/slurm.sh starts one")
+def test_jobs_of_slurm_one_of_which_is_cancelled(whole, tmp_path):
+    file, folder, profile = (tmp_path / name for name in ("study.toml", "study", "slurm.toml"))
+    file.write_text(TEXT)
+    profile.write_text('cores = 1\nprocesses = 1\nmemory = "900MB"\nwalltime = "00:20:00"\ninterface = "lo"\n')
+    process = subprocess.Popen(
+        command("run", file, "--slurm", profile, "--workers", 2), stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    wait_until(lambda: list((folder / "cells").glob("*.zarr")), process)
+    jobs = subprocess.run(["squeue", "--noheader", "--format=%i"], capture_output=True, text=True, check=True).stdout.split()
+    subprocess.run(["scancel", jobs[0]], check=True)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert_equal(whole, folder)
+
+
 def test_a_batch_is_stored_once(whole, tmp_path):
     """A worker that was thought lost may end after another one has run its batch again."""
     from copyhead.study.batch import Batch

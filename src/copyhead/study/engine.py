@@ -24,7 +24,10 @@ PATIENCE = 600
 
 
 class Engine(NamedTuple):
-    """Where batches run. scheduler: address of one that runs. slurm: profile of jobs. Neither: processes on this machine."""
+    """Where batches run.
+
+    scheduler: address of one that runs. slurm: profile of jobs, `workers` of them. Neither: processes on this machine.
+    """
 
     workers: int = len(os.sched_getaffinity(0))
     scheduler: str | None = None
@@ -40,7 +43,7 @@ def run_all(batches: list[Batch], folder: Path, commit: str, engine: Engine, don
         StoreError: if a result cannot be stored, or workers are lost again and again.
         ProblemError: if no scheduler or worker can be reached.
     """
-    with _client(engine) as client:
+    with _client(engine, folder) as client:
         from distributed import as_completed
         from distributed.client import FutureCancelledError
         from distributed.scheduler import KilledWorker
@@ -80,7 +83,7 @@ def _submit(client: Any, batch: Batch, folder: Path, commit: str) -> Any:
 
 
 @contextmanager
-def _client(engine: Engine) -> Iterator[Any]:
+def _client(engine: Engine, folder: Path) -> Iterator[Any]:
     """A client with at least one worker; on any error the workers of this run are ended at once."""
     from dask import config
     from distributed import Client
@@ -105,7 +108,7 @@ def _client(engine: Engine) -> Iterator[Any]:
                 _wait(client, "scheduler", engine.scheduler)
                 yield client
             return
-        cluster = _cluster(engine, scratch)
+        cluster = _slurm(engine, folder) if engine.slurm is not None else _local(engine, scratch)
         client = Client(cluster)
         ended = False
         try:
@@ -128,13 +131,12 @@ def _wait(client: Any, field: str, value: str) -> None:
         raise ProblemError(f"{field} = {value!r}: no worker came within {PATIENCE} s") from None
 
 
-def _cluster(engine: Engine, scratch: str) -> Any:
+def _local(engine: Engine, scratch: str) -> Any:
+    """Worker processes on this machine, which share the kernels that one of them has compiled."""
     cache = {
         "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{scratch}/kernels"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
     }
-    if engine.slurm is not None:
-        return _slurm(engine)
     from dask import config
     from distributed import LocalCluster
 
@@ -154,10 +156,12 @@ def _cluster(engine: Engine, scratch: str) -> Any:
             raise ProblemError(f"workers = {engine.workers}: could not be started ({error})") from None
 
 
-def _slurm(engine: Engine) -> Any:
-    """Jobs of SLURM after a profile: the fields of dask_jobqueue.SLURMCluster."""
-    from dask_jobqueue.slurm import SLURMCluster
-
+def _slurm(engine: Engine, folder: Path) -> Any:
+    """Jobs of SLURM after a profile: the fields of dask_jobqueue.SLURMCluster. A job that ends is submitted again."""
+    try:
+        from dask_jobqueue.slurm import SLURMCluster
+    except ImportError:
+        raise ProblemError("slurm: needs dask-jobqueue; python -m pip install 'copyhead[slurm]'") from None
     assert engine.slurm is not None
     try:
         profile = tomllib.loads(engine.slurm.read_text(encoding="utf-8"))
@@ -167,11 +171,11 @@ def _slurm(engine: Engine) -> Any:
         raise ProblemError(f"slurm = {str(engine.slurm)!r}: {error}") from None
     prologue = [f"export {name}={value}" for name, value in PINNED.items()]
     profile["job_script_prologue"] = [*profile.get("job_script_prologue", []), *prologue]
-    profile.setdefault("scheduler_options", {}).setdefault("dashboard_address", None)
-    jobs = profile.pop("jobs", engine.workers)
+    profile.setdefault("scheduler_options", {}).setdefault("dashboard", False)
+    profile.setdefault("log_directory", str(folder.resolve() / "logs"))
     try:
         cluster = SLURMCluster(**profile)
-        cluster.scale(jobs=jobs)
+        cluster.adapt(minimum_jobs=engine.workers, maximum_jobs=engine.workers)
     except (TypeError, ValueError, OSError, RuntimeError) as error:
         raise ProblemError(f"slurm = {str(engine.slurm)!r}: {error}") from None
     return cluster
