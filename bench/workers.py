@@ -17,7 +17,7 @@ from copyhead.study.study_file import parse
 from copyhead.study.sweep import run
 
 # Cells of a batch: some seconds of work.
-CELLS = 64
+CELLS = 256
 
 
 class Clock:
