@@ -267,7 +267,7 @@ def test_reproduce_refuses_a_folder_that_is_not_its_own(capsys, tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     code, _, err = run(capsys, "reproduce", "--quick", "--out", str(tmp_path))
     assert code == 2
-    assert "exists and is not a reproduction" in err
+    assert "exists and is no study" in err
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 

@@ -22,8 +22,9 @@ from copyhead.model.energy import energy
 from copyhead.model.network import Network, Positional
 from copyhead.model.prior import prior
 from copyhead.problem import Problem, ProblemError
-from copyhead.study.run import adam_cells
-from copyhead.study.spec import Reproduction
+from copyhead.study.cell import groups
+from copyhead.study.methods import run_cells
+from copyhead.study.study_file import Adam, Block
 
 pytestmark = pytest.mark.slow
 
@@ -276,15 +277,18 @@ def test_mirror_images_of_a_linear_head_have_the_same_observables():
 
 @pytest.mark.usefixtures("quick")
 def test_a_study_keeps_arrays_beside_numbers():
-    spec = Reproduction(grid=(20, 30, 40, 50), adam_steps=100)
+    def trained(problem: Problem):
+        (group, cells), *_ = groups([Block(method=Adam(steps=100), problem=problem, grid={"sequences": (20, 30)})])
+        return run_cells(group, cells)
+
     problem = Problem(length=5, vocab=2, noise=0.8, heads=2, target="lags:1=1,3=0.5", cyclic=False)
-    found = adam_cells(problem, spec, [20, 30], [0])
-    assert found.aG.dims == ("P", "seed", "start")
-    assert found.rows.dims == ("P", "seed", "start", "row")
+    found = trained(problem)
+    assert found.aG.dims == ("cell",)
+    assert found.rows.dims == ("cell", "row")
     assert found.row.values.tolist() == [1, 2, 3, 4]
     assert found.lag.values.tolist() == [1, 3]
     assert np.array_equal(found.heads_a.sel(head=0), found.aG)
-    assert set(adam_cells(problem.replace(heads=1, target="lag:1"), spec, [20], [0]).dims) == {"P", "seed", "start"}
+    assert set(trained(problem.replace(heads=1, target="lag:1")).dims) == {"cell"}
 
 
 def test_what_is_not_known_is_refused():

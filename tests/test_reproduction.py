@@ -19,7 +19,13 @@ from copyhead import reproduction
 from copyhead.model.network import Network
 from copyhead.problem import Problem
 from copyhead.reproduction import reproduce
+from copyhead.study.engine import Engine
 from copyhead.study.scaling import scaling
+from copyhead.study.spec import Reproduction, study
+from copyhead.study.study_file import read
+from copyhead.study.sweep import results, status
+from test_cli import run
+from test_study_sweep import command, wait_until, workers
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +40,7 @@ PROBLEM = Problem.preset("paper", length=20)
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     with quickly():
-        return folder, reproduce(PROBLEM, folder, workers=2, **SMALL)
+        return folder, reproduce(PROBLEM, folder, engine=Engine(2), **SMALL)
 
 
 @pytest.mark.slow
@@ -70,7 +76,7 @@ def test_networks_that_read_tokens_have_the_same_tables_and_figures(tmp_path, mo
     network = Network(kind=kind, width=16)
     small = {**SMALL, "grid": (16, 24, 32, 45), "sampled": 3, "adam_steps": 200, "widths": (16, 32), "attentions": (attention,)}
     problem = Problem(length=6, vocab=2, noise=0.5)
-    summary = reproduce(problem, tmp_path / "run", workers=2, network=network, **small)
+    summary = reproduce(problem, tmp_path / "run", engine=Engine(2), network=network, **small)
     names = {path.stem for path in (tmp_path / "run" / "figures").glob("*.png")}
     expected = {f"order-parameters-{attention}", "loss-maps", "scaling", "chi-shift"}
     assert names == expected | ({"departure"} if kind == "embedded" else set())
@@ -89,13 +95,17 @@ def test_networks_that_read_tokens_have_the_same_tables_and_figures(tmp_path, mo
     assert summary.lost == []
 
 
-@pytest.mark.slow
-def test_parts_are_plain_labelled_data(whole):
+def test_it_is_a_study(whole, capsys):
     folder, _ = whole
-    with xr.open_dataset(folder / "parts" / "adam-softmax-0.nc") as data:
-        assert data.cG.dims == ("P", "seed", "start")
-        assert json.loads(data.attrs["problem"])["length"] == PROBLEM.length
-        assert data.attrs["seconds"] > 0
+    assert read(folder / "study.toml") == study(Reproduction(problem=PROBLEM, **SMALL))[0]
+    found = status(folder)
+    assert found.missing == found.beside == 0
+    cells = results(folder)
+    assert set(cells.method.values) == {"exact", "adam", "sgld", "jump", "ladder"}
+    assert (cells.length.values[cells.method.values == "jump"] == PROBLEM.length).all()
+    # nothing is left to do for whoever runs its file
+    assert run(capsys, "run", str(folder / "study.toml"), "--out", str(folder))[0] == 0
+    assert status(folder) == found
 
 
 @pytest.mark.slow
@@ -108,54 +118,39 @@ def test_killed_run_is_continued_with_the_same_numbers(whole, tmp_path):
     script.write_text(
         "from copyhead.problem import Problem\n"
         "from copyhead.reproduction import reproduce\n"
+        "from copyhead.study.engine import Engine\n"
         "if __name__ == '__main__':\n"
-        f"    reproduce(Problem.preset('paper', length=20), {str(folder)!r}, workers=2, attentions=('linear',), **{SMALL!r})\n"
+        f"    problem, out, small = Problem.preset('paper', length=20), {str(folder)!r}, {SMALL!r}\n"
+        "    reproduce(problem, out, engine=Engine(2), attentions=('linear',), **small)\n"
     )
-    count = len(list((reference / "parts").glob("*-linear-*.nc")))
+    count = len(list((reference / "cells").glob("*.zarr"))) // 2
     for stored in (0, count // 2, count - 1):
         process = subprocess.Popen([sys.executable, str(script)], start_new_session=True)
         deadline = time.monotonic() + 300
-        # of the first, as soon as it has workers; of the others, as soon as this many parts are there
-        while len(list((folder / "parts").glob("*.nc"))) < stored or not _children(process.pid):
+        # of the first, as soon as it has workers; of the others, as soon as this many batches are there
+        while len(list((folder / "cells").glob("*.zarr"))) < stored or not workers(process.pid):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    for path in (folder / "parts").glob("*.nc"):
-        xr.load_dataset(path)  # every part that is there is whole
-    reproduce(PROBLEM, folder, workers=2, attentions=("linear",), **SMALL)
+    for path in (folder / "cells").glob("*.zarr"):
+        xr.load_dataset(path, engine="zarr", consolidated=False)  # every batch that is there is whole
+    reproduce(PROBLEM, folder, engine=Engine(2), attentions=("linear",), **SMALL)
     rows = [list(csv.DictReader((path / "grid.csv").open())) for path in (reference, folder)]
     assert [row for row in rows[0] if row["attention"] == "linear"] == rows[1]
 
 
 def test_interrupt_stops_the_workers(tmp_path):
-    folder = tmp_path / "run"
-    # a shell that runs the tests in the background lets them ignore the interrupt, and Python would inherit that
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from copyhead.cli import main; main()"
-    command = [sys.executable, "-c", code, "reproduce", "--quick", "--out", str(folder)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not _children(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    process = subprocess.Popen(
+        command("reproduce", "--quick", "--out", tmp_path / "run"), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_until(lambda: workers(process.pid), process)
     time.sleep(1)
-    workers = _children(process.pid)
-    assert workers
+    running = workers(process.pid)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert err.splitlines()[-1].startswith("copyhead: interrupted; finished parts are kept")
+    assert err.splitlines()[-1] == "copyhead: interrupted; finished batches are kept, the same command goes on from there"
     assert "Traceback" not in err
-    assert not any(Path(f"/proc/{worker}").exists() and _parent(worker) == process.pid for worker in workers)
-
-
-def _children(pid: int) -> list[int]:
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in path.read_text().split()] if path.exists() else []
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    except OSError:
-        return -1
+    assert not any(Path(f"/proc/{pid}").exists() for pid in running)

@@ -1,4 +1,4 @@
-"""Grids, store and comparison."""
+"""Grids and blocks of the reproduction, branches, comparison."""
 
 import numpy as np
 import pytest
@@ -7,12 +7,15 @@ import xarray as xr
 from copyhead.experiment.adam import NEVER
 from copyhead.experiment.diagnostics import NOTHING, Estimate
 from copyhead.problem import Problem, ProblemError
+from copyhead.study.branch import branch_state
+from copyhead.study.cell import groups
 from copyhead.study.compare import _paired, agreement, extrapolated, to_csv
-from copyhead.study.curves import Curves, branch_state, kept
+from copyhead.study.curves import Curves, kept
+from copyhead.study.jump import jumps
 from copyhead.study.places import _branch_change
 from copyhead.study.scaling import scaling
-from copyhead.study.spec import QUICK, Reproduction, p_grid, parts
-from copyhead.study.store import Store, StoreError, write_dataset
+from copyhead.study.spec import QUICK, Reproduction, p_grid, study
+from copyhead.study.study_file import Jump, parse
 from copyhead.theory.transition import phases
 
 
@@ -28,28 +31,24 @@ def test_grid_covers_the_transitions():
             assert any(p > place for p in near)
 
 
-def test_identity_depends_on_every_setting():
-    base = Reproduction(**QUICK)
-    assert base.identity == Reproduction(**QUICK).identity
-    changed = [base.replace(seeds=4), base.replace(draws=101), base.replace(problem=Problem.preset("paper", noise=1.0))]
-    assert len({base.identity, *(spec.identity for spec in changed)}) == 4
-
-
-def test_identity_depends_on_the_content_of_the_files_that_the_problem_names(tmp_path):
-    file = tmp_path / "counts.txt"
-    file.write_text("1\n2\n3\n4\n")
-    spec = Reproduction(**QUICK, problem=Problem.preset("paper", tokens=f"counts:{file}"))
-    before = spec.identity
-    file.write_text("4\n3\n2\n1\n# another law of the same name\n")
-    assert spec.identity != before
-
-
-def test_parts_have_unique_names_and_cover_all_seeds():
+def test_blocks_cover_all_seeds_and_differ():
     spec = Reproduction(**QUICK, attentions=("softmax",))
-    work = parts(spec)
-    assert len({part.name for part in work}) == len(work)
-    seeds = [seed for part in work if part.method == "adam" for seed in part.arguments["seeds"]]
-    assert sorted(seeds) == list(range(spec.seeds))
+    asked, blocks = study(spec)
+    assert asked.blocks == tuple(blocks.values())
+    assert blocks["adam-softmax"].seeds == tuple(range(spec.seeds))
+    assert len(set(map(repr, asked.blocks))) == len(blocks)
+    names = [cell.identity for _, cells in groups(asked.blocks) for cell in cells]
+    assert len(names) == asked.planned
+    # the loss maps have the preset's own sizes among theirs, and other numbers of steps
+    assert len(set(names)) == len(names)
+
+
+def test_the_reproduction_is_a_study_file():
+    """The study that is shown and kept is the one that is run: the same blocks, and the same cells, are read from its text."""
+    asked, _ = study(Reproduction(**QUICK))
+    again = parse(asked.to_toml())
+    assert again == asked
+    assert [cells for _, cells in groups(again.blocks)] == [cells for _, cells in groups(asked.blocks)]
 
 
 def test_settings_are_validated():
@@ -59,29 +58,6 @@ def test_settings_are_validated():
         Reproduction(grid=(100, 200, 200, 300))
     with pytest.raises(ProblemError, match="attentions"):
         Reproduction(attentions=("hard",))
-
-
-def test_store_keeps_its_own_run_and_refuses_others(tmp_path):
-    folder = tmp_path / "run"
-    store = Store(folder, "abc", {})
-    dataset = xr.Dataset({"loss": ("P", np.arange(3.0))})
-    assert not store.has("part")
-    write_dataset(store.path("part"), dataset)
-    again = Store(folder, "abc", {})
-    assert again.has("part")
-    assert again.read("part").identical(dataset)
-    with pytest.raises(StoreError, match="other settings"):
-        Store(folder, "xyz", {})
-    assert Store(folder, "abc", {}).has("part")
-
-
-def test_a_failed_write_leaves_nothing_behind(tmp_path):
-    store = Store(tmp_path / "run", "abc", {})
-    target = store.path("part")
-    target.mkdir()  # the rename onto a folder fails after the data were written
-    with pytest.raises(StoreError, match="cannot be written"):
-        write_dataset(target, xr.Dataset({"x": ("P", np.arange(3.0))}))
-    assert [path.name for path in target.parent.iterdir()] == ["part.nc"]
 
 
 def test_branch_of_a_start():
@@ -172,12 +148,39 @@ def test_branch_change_of_chains():
         assert _branch_change(chains(nothing), "small") is NOTHING
 
 
-def test_no_file_is_shared_by_two_parts():
-    # linear attention is first-order too at these sizes, so both kinds have jumps
-    work = parts(Reproduction(problem=Problem(length=84, vocab=2, noise=0.9, token_scale=1.0), **QUICK))
-    names = [part.name for part in work]
-    assert len(set(names)) == len(names)
-    assert sum(part.method == "jump" for part in work) == 4
+def test_both_kinds_of_attention_may_jump():
+    # linear attention is first-order too at these sizes
+    _, blocks = study(Reproduction(problem=Problem(length=84, vocab=2, noise=0.9, token_scale=1.0), **QUICK))
+    assert [name for name, block in blocks.items() if isinstance(block.method, Jump)] == ["jump-softmax", "jump-linear"]
+
+
+def test_jumps_of_known_curves():
+    """Two branches that grow: at its end one may be below the mean of what the bracket's ends have. The third has no jump."""
+
+    def train(wanted):
+        index, place = np.array(wanted).T
+        copying = 0.1 + 0.15 * np.sqrt(np.maximum(place - 137, 0) / 263)
+        curves = [np.where(place >= 137, copying, 3e-5 * place), np.where(place >= 311, copying, 3e-5 * place), 6e-4 * place]
+        return np.choose(index, curves), np.full(len(wanted), NEVER)
+
+    found = jumps((100, 400), 3, 5, train)
+    np.testing.assert_array_equal(found.low, [136, 310, np.nan])
+    np.testing.assert_array_equal(found.high, [137, 311, np.nan])
+    assert (found.diverged == NEVER).all()
+    # noise around zero is no jump, and of a run that was lost nothing is said
+    noise = np.random.default_rng(0)
+
+    def noisy(wanted):
+        return noise.normal(0, 1e-3, len(wanted)) + [place >= 399 for _, place in wanted], np.full(len(wanted), NEVER)
+
+    assert jumps((100, 400), 1, 5, noisy).high[0] == 399
+
+    def lost(wanted):
+        return train(wanted)[0], np.array([7 if place > 150 else NEVER for _, place in wanted])
+
+    found = jumps((100, 400), 1, 5, lost)
+    assert np.isnan(found.low[0])
+    assert found.diverged[0] == 7
 
 
 def test_scaling_exponents_of_known_powers():

@@ -20,9 +20,8 @@ import xarray as xr
 
 from conftest import quickly
 from copyhead.study.batch import execute
-from copyhead.study.cell_store import CellStore, export, table, write_batch
+from copyhead.study.cell_store import CellStore, StoreError, export, table, write_batch
 from copyhead.study.engine import Engine
-from copyhead.study.store import StoreError
 from copyhead.study.study_file import parse
 from copyhead.study.sweep import results, status
 from copyhead.study.sweep import run as run_study
@@ -379,7 +378,7 @@ def test_a_batch_is_stored_once(whole, tmp_path):
     from copyhead.study.cell import groups
 
     store = CellStore.create(tmp_path / "study")
-    group, cells = next(groups(parse(TEXT)))
+    group, cells = next(groups(parse(TEXT).blocks))
     batch = Batch(((group, tuple(cells)),))
     first = execute(batch, str(store.folder), "")
     assert execute(batch, str(store.folder), "")[:2] == first[:2]

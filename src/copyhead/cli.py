@@ -11,7 +11,21 @@ from typing import Annotated, Any
 import typer
 
 from copyhead import __version__, study_commands
-from copyhead.options import AsJson, Progress, given, new_file, new_folder, numbers, with_problem
+from copyhead.options import (
+    AsJson,
+    Memory,
+    Progress,
+    Scheduler,
+    Slurm,
+    Workers,
+    bytes_of,
+    engine_of,
+    given,
+    new_file,
+    new_folder,
+    numbers,
+    with_problem,
+)
 from copyhead.problem import Problem, ProblemError
 
 app = typer.Typer(
@@ -267,7 +281,10 @@ def reproduce(
     batch: Annotated[
         str | None, typer.Option(help="sequences in the gradient of one step (default: all)", metavar="INT")
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="worker processes (default: one for each core)", min=1)] = None,
+    memory: Memory = None,
+    workers: Workers = None,
+    scheduler: Scheduler = None,
+    slurm: Slurm = None,
     as_json: AsJson = False,
 ) -> None:
     """Theory, Adam and SGLD side by side, for both kinds of attention: tables, figures and report.html.
@@ -293,7 +310,8 @@ def reproduce(
         raise ProblemError(f"network = {network or 'positional'!r}: must be embedded with {', '.join(architecture)}")
     if grid is not None:
         chosen["grid"] = tuple(part.strip() for part in grid.split(","))
-    summary = run(problem, out, quick=quick, workers=workers, progress=Progress, **chosen)
+    engine = engine_of(workers, scheduler, slurm)
+    summary = run(problem, out, quick=quick, engine=engine, memory=bytes_of(memory), progress=Progress, **chosen)
     typer.echo(json.dumps(summary.to_dict()) if as_json else str(summary))
 
 
@@ -349,7 +367,7 @@ def main() -> None:
         print(f"copyhead: {error}", file=sys.stderr)
         sys.exit(2)
     if code == INTERRUPTED:
-        pieces = {"reproduce": "parts", "run": "batches"}.get(sys.argv[1])
-        kept = f"; finished {pieces} are kept, the same command goes on from there" if pieces else ""
+        studies = sys.argv[1] in ("reproduce", "run")
+        kept = "; finished batches are kept, the same command goes on from there" if studies else ""
         print(f"copyhead: interrupted{kept}", file=sys.stderr)
     sys.exit(code)

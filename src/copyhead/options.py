@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from copyhead.problem import PRESETS, Problem, ProblemError
 
+if TYPE_CHECKING:
+    from copyhead.study.engine import Engine
+
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
+# Where and how cells of studies run.
+Memory = Annotated[
+    str | None, typer.Option(help="for all workers together: 4GB, 800MB (default: half of the machine's)", metavar="SIZE")
+]
+Workers = Annotated[int | None, typer.Option(help="worker processes or jobs (default: one for each core)", min=1)]
+Scheduler = Annotated[str | None, typer.Option(help="address of a running Dask scheduler, tcp://HOST:PORT")]
+Slurm = Annotated[Path | None, typer.Option(help="TOML file with the fields of dask_jobqueue.SLURMCluster")]
+# Bytes of a unit.
+UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def with_problem(command: Callable[..., None], without: tuple[str, ...] = ()) -> Callable[..., None]:
@@ -86,6 +99,33 @@ def numbers(name: str, text: str) -> tuple[float, ...]:
     if not found or not all(0 < value < float("inf") for value in found):
         raise ProblemError(f"{name} = {text!r}: must be positive numbers separated by commas")
     return found
+
+
+def bytes_of(memory: str | None) -> float | None:
+    """Bytes of a size such as 800MB; None if none is given.
+
+    Raises:
+        ProblemError: if it is no size.
+    """
+    if memory is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGT]?)i?B?\s*", memory, re.IGNORECASE)
+    if not match or float(match[1]) <= 0:
+        raise ProblemError(f"memory = {memory!r}: must be a size such as 800MB or 4GB")
+    return float(match[1]) * UNITS[match[2].upper()]
+
+
+def engine_of(workers: int | None, scheduler: str | None, slurm: Path | None) -> Engine:
+    """Where cells run.
+
+    Raises:
+        ProblemError: if both a scheduler and SLURM are given.
+    """
+    from copyhead.study.engine import Engine
+
+    if scheduler is not None and slurm is not None:
+        raise ProblemError(f"slurm = {str(slurm)!r}: must not be given together with --scheduler")
+    return Engine(scheduler=scheduler, slurm=slurm, **given(workers=workers))
 
 
 def given(**options: Any) -> dict[str, Any]:

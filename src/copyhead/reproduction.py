@@ -1,4 +1,4 @@
-"""The whole reproduction, as `copyhead reproduce` runs it: parts, tables, figures, report."""
+"""The whole reproduction, as `copyhead reproduce` runs it: a study, tables, figures, report."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from copyhead.report import beyond_figures, figures, html, sampling_figures, the
 from copyhead.report.claims import beyond_remarks, claims, departure_remarks, network_remarks, remarks
 from copyhead.report.style import save
 from copyhead.study import compare
+from copyhead.study.cell_store import CellStore, write_text
 from copyhead.study.curves import Measured, gather, lost_runs
 from copyhead.study.diagram import Axis, Diagram, diagram
+from copyhead.study.engine import Engine
 from copyhead.study.places import transition_table
-from copyhead.study.run import run
+from copyhead.study.results import Results
 from copyhead.study.scaling import Scaling, scaling
-from copyhead.study.spec import Part, Reproduction, parts, settings_for
-from copyhead.study.store import Store
+from copyhead.study.spec import Reproduction, plane_axes, settings_for, study
+from copyhead.study.sweep import run
 from copyhead.study.width import Departure, departures
 
 Progress = Callable[[str, float], AbstractContextManager[Callable[[float], None]]]
@@ -86,7 +88,8 @@ def reproduce(
     out: str | Path = "reproduction",
     *,
     quick: bool = False,
-    workers: int | None = None,
+    engine: Engine | None = None,
+    memory: float | None = None,
     progress: Progress = lambda title, total: nullcontext(lambda done: None),
     **settings: Any,
 ) -> Summary:
@@ -95,7 +98,8 @@ def reproduce(
     Args:
         problem: sizes and prior; its attention and sequences are not used. For a network that reads tokens token_scale = 0
             stands for 1, and the theory is that of content-dependent attention.
-        out: a new or empty folder, or that of a stopped run with the same settings, which is then continued.
+        out: a new or empty folder, or one of studies: of a run that was stopped only what is missing is run.
+        engine, memory: where the cells run, and the bytes of all workers together, see `study.sweep.run`.
         settings: fields of study.spec.Reproduction.
 
     Raises:
@@ -112,23 +116,25 @@ def reproduce(
         base = base.replace(token_scale=base.token_scale or 1.0, content=True)
     spec = Reproduction(**{**settings_for(network, quick), **settings, "problem": base})
     path(spec.problem, spec.network, spec.batch)  # refuses what does not go together, as do the scales of the two chi
-    work = parts(spec)  # refuses impossible sizes before anything is written
-    store = Store(Path(out), spec.identity, {"settings": json.loads(spec.model_dump_json())})
-    with progress("training and sampling", sum(part.weight for part in work)) as advance:
-        run(work, spec, store, workers or os.cpu_count() or 1, lambda part: advance(part.weight))
+    asked, blocks = study(spec)  # refuses impossible sizes before anything is written
+    run(asked, asked.to_toml(), Path(out), memory=memory, engine=engine, progress=progress)
+    results = Results(CellStore(Path(out)), blocks)
+    folder = Path(out)
     with progress("tables, figures and report", 1.0) as advance:
-        measured = gather(spec, work, store)
+        measured = gather(spec, results)
         rows, transitions = compare.grid_table(spec, measured), transition_table(spec, measured)
         agreements = compare.agreement(rows)
-        lost = lost_runs(work, store)
-        store.write_text("grid.csv", compare.to_csv(rows))
-        store.write_text("transitions.json", json.dumps(transitions, indent=2))
+        lost = lost_runs(results)
+        write_text(folder / "grid.csv", compare.to_csv(rows))
+        write_text(folder / "transitions.json", json.dumps(transitions, indent=2))
         beyond = bool(spec.problem.beyond)  # then the claims of the paper are not in question
         growth = None if beyond else scaling(spec.problem)
         advance(0.3)
-        departed = {} if beyond else departures(spec, work, store)
-        drawn = _beyond_figures(spec, measured) if growth is None else _figures(spec, work, store, measured, growth, departed)
-        shown = _saved(drawn, store)
+        departed = {} if beyond else departures(spec, results)
+        drawn = (
+            _beyond_figures(spec, measured) if growth is None else _figures(spec, results, folder, measured, growth, departed)
+        )
+        shown = _saved(drawn, folder)
         advance(0.6)
         seconds = time.perf_counter() - began
         page = html.render(
@@ -151,17 +157,17 @@ def reproduce(
             claims=[] if growth is None else claims(spec.problem, measured, transitions, agreements, growth),
             columns=list(dict.fromkeys(key for row in rows for key in row)),
             grid=rows,
-            settings=_settings(spec, work, store, seconds),
+            settings=_settings(spec, results, seconds),
         )
-        store.write_text("report.html", page)
+        write_text(folder / "report.html", page)
         advance(0.1)
     return Summary(Path(out), transitions, agreements, lost, time.perf_counter() - began)
 
 
 def _figures(
     spec: Reproduction,
-    work: list[Part],
-    store: Store,
+    results: Results,
+    folder: Path,
     measured: dict[str, Measured],
     growth: Scaling,
     departed: dict[str, Departure],
@@ -170,24 +176,24 @@ def _figures(
     if {"softmax", "linear"} <= measured.keys():
         caption = "The action below, at and above the transition. Orange: its minima."
         drawn.append(("landscape", caption, theory_figures.landscapes(measured["softmax"].theory, measured["linear"].theory)))
-    for attention, results in measured.items():
+    for attention, own in measured.items():
         caption = (
             f"Order parameters and loss against P, {attention} attention. Line: theory (population moments), dashed where "
             "metastable; grey: coexistence window; dotted: transitions. Dots: Adam and SGLD from both starts, standard errors."
         )
-        drawn.append((f"order-parameters-{attention}", caption, figures.order_parameters(results, spec)))
-        if results.jump:
+        drawn.append((f"order-parameters-{attention}", caption, figures.order_parameters(own, spec)))
+        if own.jump:
             caption = (
                 "Hysteresis: a run from small weights leaves at the upper fold, a run from a copying network at the lower one."
             )
-            drawn.append((f"hysteresis-{attention}", caption, figures.hysteresis(results)))
-        if results.ladder is not None:
+            drawn.append((f"hysteresis-{attention}", caption, figures.hysteresis(own)))
+        if own.ladder is not None:
             caption = (
                 f"Free energy of the copy attention at χ = {spec.problem.chi:g} around P*, from a ladder of biased chains. "
                 "Left: expected moments, standard errors over repeats. Right: each data set. At P* both wells weigh the same."
             )
-            drawn.append((f"free-energy-{attention}", caption, sampling_figures.free_energies(results.ladder)))
-    maps, lines = _maps(spec, work, store)
+            drawn.append((f"free-energy-{attention}", caption, sampling_figures.free_energies(own.ladder)))
+    maps, lines = _maps(spec, results)
     if departed:
         caption = (
             "Departure of the embedded network from the kernel limit against 1/d_model, before the transition and as a copy "
@@ -195,7 +201,7 @@ def _figures(
             "of embeddings that adapt (population moments). g_E: prior variance of an embedding row around its start."
         )
         drawn.append(("departure", caption, figures.departures(departed)))
-        store.write_text("departure.csv", compare.to_csv(
+        write_text(folder / "departure.csv", compare.to_csv(
             [{"attention": attention, **row} for attention, found in departed.items() for row in found.rows()]
         ))  # fmt: skip
     caption = (
@@ -246,8 +252,8 @@ def _beyond_figures(spec: Reproduction, measured: dict[str, Measured]) -> list[D
     return drawn
 
 
-def _saved(drawn: list[Drawn], store: Store) -> list[html.Shown]:
-    folder = store.folder / "figures"
+def _saved(drawn: list[Drawn], out: Path) -> list[html.Shown]:
+    folder = out / "figures"
     folder.mkdir(exist_ok=True)
     shown = []
     for name, caption, figure in drawn:
@@ -256,19 +262,13 @@ def _saved(drawn: list[Drawn], store: Store) -> list[html.Shown]:
     return shown
 
 
-def _maps(
-    spec: Reproduction, work: list[Part], store: Store
-) -> tuple[dict[tuple[str, str], xr.Dataset], dict[tuple[str, str], Diagram]]:
+def _maps(spec: Reproduction, results: Results) -> tuple[dict[tuple[str, str], xr.Dataset], dict[tuple[str, str], Diagram]]:
     maps, lines = {}, {}
     for attention in spec.attentions:
         for axis in ("length", "vocab"):
-            own = [p for p in work if p.name.startswith(f"plane-{attention}-{axis}-")]
-            own.sort(key=lambda part, axis=axis: getattr(part.problem, axis))
-            sizes = [getattr(part.problem, axis) for part in own]
-            columns = [store.read(part.name) for part in own]
-            maps[attention, axis] = xr.concat(
-                columns, dim=xr.Variable(axis, sizes), data_vars="all", combine_attrs="drop"
-            ).rename({"concat_dim": axis} if "concat_dim" in columns[0].dims else {})
+            sizes = plane_axes(spec, axis)
+            columns = [results[f"plane-{attention}-{axis}-{size}"][["loss", "diverged"]].isel(start=0) for size in sizes]
+            maps[attention, axis] = xr.concat(columns, dim=xr.Variable(axis, sizes), data_vars="all", combine_attrs="drop")
             p_values = maps[attention, axis].P.values
             fine = np.unique(np.round(np.geomspace(sizes[0], sizes[-1], 25)))
             lines[attention, axis] = diagram(
@@ -279,14 +279,14 @@ def _maps(
     return maps, lines
 
 
-def _settings(spec: Reproduction, work: list[Part], store: Store, seconds: float) -> list[tuple[str, str]]:
-    busy = sum(float(store.read(part.name).attrs["seconds"]) for part in work)
+def _settings(spec: Reproduction, results: Results, seconds: float) -> list[tuple[str, str]]:
+    busy = sum(float(results[name].seconds.sum()) for name in results.blocks)
     found = [(name, str(value)) for name, value in spec.model_dump().items() if name != "problem"]
     found += [(name, str(value)) for name, value in spec.problem.model_dump().items() if value is not None]
     found += [
         ("data seeds", f"0 .. {spec.seeds - 1}; data set of a smaller P is the prefix of that of a larger one"),
         ("starts", "small: normal weights of standard deviation 0.01; copy: a network that copies"),
-        ("wall time", f"{seconds:.0f} s for this call; {busy:.0f} s of work in all parts"),
+        ("wall time", f"{seconds:.0f} s for this call; {busy:.0f} s of work in all cells"),
         ("versions", ", ".join(f"{name} {version(name)}" for name in PACKAGES)),
         (
             "machine",

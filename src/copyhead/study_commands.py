@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from copyhead.options import AsJson, Progress, given, new_file
-from copyhead.problem import ProblemError
+from copyhead.options import AsJson, Memory, Progress, Scheduler, Slurm, Workers, bytes_of, engine_of, new_file
 
 Folder = Annotated[Path, typer.Argument(help="folder of a study", metavar="DIR")]
-# Bytes of a unit.
-UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def run(
     study: Annotated[Path, typer.Argument(help="study file", metavar="STUDY.toml")],
     out: Annotated[Path | None, typer.Option(help="folder for results (default: the name of the file without .toml)")] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="for all workers together: 4GB, 800MB (default: half of the machine's)", metavar="SIZE")
-    ] = None,
-    workers: Annotated[int | None, typer.Option(help="worker processes or jobs (default: one for each core)", min=1)] = None,
-    scheduler: Annotated[str | None, typer.Option(help="address of a running Dask scheduler, tcp://HOST:PORT")] = None,
-    slurm: Annotated[Path | None, typer.Option(help="TOML file with the fields of dask_jobqueue.SLURMCluster")] = None,
+    memory: Memory = None,
+    workers: Workers = None,
+    scheduler: Scheduler = None,
+    slurm: Slurm = None,
     as_json: AsJson = False,
 ) -> None:
     """Runs the cells of a study that its folder does not hold yet: all of them at first, later what is missing or new.
@@ -39,31 +33,20 @@ def run(
 
     - `copyhead run study.toml --slurm cluster.toml --workers 20`
     """
-    from copyhead.study.engine import Engine
     from copyhead.study.study_file import read
     from copyhead.study.sweep import run as run_study
 
-    if scheduler is not None and slurm is not None:
-        raise ProblemError(f"slurm = {str(slurm)!r}: must not be given together with --scheduler")
     found = read(study)
-    size = None if memory is None else _bytes(memory)
-    engine = Engine(scheduler=scheduler, slurm=slurm, **given(workers=workers))
+    engine = engine_of(workers, scheduler, slurm)
     done = run_study(
         found,
         study.read_text(encoding="utf-8"),
         study.with_suffix("") if out is None else out,
-        memory=size,
+        memory=bytes_of(memory),
         engine=engine,
         progress=Progress,
     )
     typer.echo(json.dumps(done.to_dict()) if as_json else str(done))
-
-
-def _bytes(text: str) -> float:
-    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
-    if not match or float(match[1]) <= 0:
-        raise ProblemError(f"memory = {text!r}: must be a size such as 800MB or 4GB")
-    return float(match[1]) * UNITS[match[2].upper()]
 
 
 def status(folder: Folder, as_json: AsJson = False) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 
 from copyhead.report import html, study_figures
 from copyhead.report.style import save
+from copyhead.study.cell_store import write_text
 from copyhead.study.compare import to_csv
-from copyhead.study.store import write_text
 from copyhead.study.study_file import Study, parse
-from copyhead.study.summary import axes_of, places, summary
+from copyhead.study.summary import places, summary
 from copyhead.study.sweep import results, status
 
 # Rows of the table that the page shows; summary.csv has all.
@@ -59,10 +59,10 @@ def report(folder: Path) -> Path:
 
 
 def _figures(rows: list[dict[str, Any]], where: list[dict[str, Any]], study: Study) -> tuple[list[tuple[str, str, Any]], int]:
-    drawn, axes = [], axes_of(study)
-    numeric = [name for name in axes if all(isinstance(v, int | float) and v > 0 for v in study.grid[name])]
+    drawn, axes = [], list(study.axes)
+    numeric = [name for name in axes if all(isinstance(v, int | float) and v > 0 for v in study.axes[name])]
     if numeric and where and any(np.isfinite(row["last_place"]) for row in where):
-        axis = max(numeric, key=lambda name: len(study.grid[name]))
+        axis = max(numeric, key=lambda name: len(study.axes[name]))
         others = [name for name in axes if name != axis]
         caption = f"Place of the last transition against {axis}."
         drawn.append((f"places-{axis}", caption, study_figures.places_over(where, axis, others)))

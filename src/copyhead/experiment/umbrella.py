@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -54,6 +54,7 @@ BINS = 2
 # A barrier counts where it is this many nats above both wells: below, the posterior has one phase with a shoulder.
 LEAST_BARRIER = 1.0
 
+GOOD: Final = "good"
 Status = Literal["good", "one phase", "depends on the start", "exchange too rare"]
 
 
@@ -256,7 +257,7 @@ def free_energy(
     ratios = np.array([ratio(0.0, part) for part in parts])
     stars = [sequences * math.exp(_root(partial(ratio, part=part))) for part in parts]
     by_start = [over_seeds(ratios[start::2]) for start in (0, 1)]
-    status: Status = "good"
+    status: Status = GOOD
     if exchange < EXCHANGE_GATE:
         status = "exchange too rare"
     elif float(ttest_ind(ratios[::2], ratios[1::2])[1]) < FALSE_ALARM:

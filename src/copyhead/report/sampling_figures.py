@@ -15,19 +15,23 @@ LADDER_COLOURS = (BLUE, GREEN, BLACK, ORANGE, RED)
 
 
 def free_energies(ladder: xr.Dataset) -> Figure:
-    """F(aG) on expected moments at P around P* with error bands, and at the sampled P for every data set."""
+    """F(aG) on expected moments at P around P* with error bands, and at the sampled P for every data set.
+
+    ladder: dimensions seed (-1: expected moments), around (parts of the sampled P) and bin; coordinate P.
+    """
     figure, axes = panels(1, 2, 9.5, 3.8, sharey=True)
-    expected, aG = ladder.sel(data=-1), ladder.aG.values
-    for place, colour in zip(ladder.P.values, LADDER_COLOURS, strict=False):
-        values, error = (expected[name].sel(P=place).values for name in ("free_energy", "free_energy_error"))
-        axes[0, 0].plot(aG, values, color=colour, lw=1.3, label=f"P = {place:.0f}")
+    expected, sampled = ladder.sel(seed=-1), float(ladder.P)
+    for part, colour in zip(ladder.around.values, LADDER_COLOURS, strict=False):
+        aG = expected.bin_aG.values
+        values, error = (expected[name].sel(around=part).values for name in ("free_energy", "free_energy_error"))
+        axes[0, 0].plot(aG, values, color=colour, lw=1.3, label=f"P = {sampled * part:.0f}")
         axes[0, 0].fill_between(aG, values - error, values + error, color=colour, alpha=0.25, lw=0)
-    middle = ladder.P.values[len(ladder.P) // 2]
-    for data in ladder.data.values:
+    for data in ladder.seed.values:
+        one = ladder.sel(seed=data)
         name, style = ("expected moments", {"color": BLACK, "lw": 1.3}) if data < 0 else (None, {"color": GREY, "lw": 0.9})
-        axes[0, 1].plot(aG, ladder.free_energy.sel(data=data, P=middle).values, label=name, **style)
+        axes[0, 1].plot(one.bin_aG.values, one.free_energy.sel(around=1.0).values, label=name, **style)
     axes[0, 0].set(xlabel=r"$a_G$", ylabel=r"$F(a_G) = -\log p$, nats", title="expected moments")
-    axes[0, 1].set(xlabel=r"$a_G$", title=f"P = {middle:.0f}; grey: data sets")
+    axes[0, 1].set(xlabel=r"$a_G$", title=f"P = {sampled:.0f}; grey: data sets")
     for panel in axes[0]:
         panel.legend(fontsize=7)
     return figure

@@ -20,11 +20,13 @@ import xarray as xr
 from copyhead.problem import Problem, ProblemError
 from copyhead.study.cell import Cell, Group, code_digest
 from copyhead.study.cell_store import write_batch
-from copyhead.study.methods import run_cells
-from copyhead.study.study_file import Adam, Langevin
+from copyhead.study.methods import bracket_of, run_cells
+from copyhead.study.study_file import Adam, Jump, Langevin
 
 # Most cells of a batch by method: a worker that is lost, or an interrupt, costs that many at most.
-MOST = {"theory": 4000, "exact": 64, "adam": 256, "sgld": 64}
+MOST = {"theory": 4000, "exact": 64, "adam": 256, "sgld": 64, "jump": 32, "ladder": 1}
+# Draws of a chain are kept of about that many observables.
+OBSERVABLES = 16
 # Packages whose versions are kept with the results.
 PACKAGES = ("copyhead", "jax", "numpy", "scipy", "optax", "optimistix", "xarray", "zarr")
 # Fields of a problem that a cell is labelled with; P has its own name in the tables.
@@ -63,35 +65,71 @@ class Needs(NamedTuple):
     cell: float
 
 
-def measured(group: Group, cells: list[Cell]) -> Needs:
-    """What a batch of a group needs, measured on the cell of largest P: its arrays, drawing its data, and the compiled loop.
+NOTHING = Needs(0.0, 0.0)
 
-    Nothing is measured for theory and exact minima, whose cells are solved one after the other.
-    """
+
+class Shape(NamedTuple):
+    """What the memory of training depends on; `same` must be equal for one shape to need at most what another needs."""
+
+    same: tuple[Any, ...]
+    length: int
+    vocab: int
+    sequences: float
+
+    def within(self, other: Shape) -> bool:
+        return self.same == other.same and all(mine <= its for mine, its in zip(self[1:], other[1:], strict=True))
+
+
+def shape_of(group: Group, cells: list[Cell]) -> Shape | None:
+    """Shape of a group by its largest P; None for methods that solve or sample their cells one after the other."""
     problem, method = group
-    if not isinstance(method, Adam | Langevin):
-        return Needs(0.0, 0.0)
+    if not isinstance(method, Adam | Jump | Langevin):
+        return None
+    largest = bracket_of(problem, method)[1] if isinstance(method, Jump) else max(cell.sequences or 0 for cell in cells)
+    same = problem.attention, problem.heads, tuple(problem.beyond), problem.content, method.network, method.batch
+    return Shape(same, problem.length, problem.vocab, largest)
+
+
+def needs(waiting: list[tuple[Group, list[Cell]]]) -> list[Needs]:
+    """What a batch of each group needs: measured on the largest shapes only, which the smaller ones need at most."""
+    shapes = [shape_of(group, cells) for group, cells in waiting]
+    distinct = [shape for shape in dict.fromkeys(shapes) if shape is not None]
+    largest: list[Shape] = []
+    for shape in sorted(distinct, key=lambda one: one[1:], reverse=True):
+        if not any(shape.within(other) for other in largest):
+            largest.append(shape)
+    known = {top: measured(*waiting[shapes.index(top)], top.sequences) for top in largest}
+    above = {shape: next(known[top] for top in largest if shape.within(top)) for shape in distinct}
+    found = []
+    for (group, _), shape in zip(waiting, shapes, strict=True):
+        method = group.method
+        runs = max(2, method.sections) if isinstance(method, Jump) else 1
+        draws = 4 * method.draws * OBSERVABLES if isinstance(method, Langevin) else 0
+        found.append(NOTHING if shape is None else Needs(above[shape].fixed, runs * above[shape].cell + draws))
+    return found
+
+
+def measured(group: Group, cells: list[Cell], sequences: float) -> Needs:
+    """Memory of training at P = sequences: arrays of one run, the peak of drawing its data, buffers of the step loop."""
     import jax
 
     from copyhead.experiment.adam import AdamSettings, descend
     from copyhead.experiment.cells import assemble
     from copyhead.experiment.path import path
 
+    problem, method = group
+    assert isinstance(method, Adam | Jump | Langevin)
     way = path(problem, method.network, method.batch)
-    largest = max(cells, key=lambda cell: cell.sequences or 0)
-    run: Any = (round(largest.sequences or 0), largest.seed, largest.start, problem.chi)
+    run: Any = (round(sequences), cells[0].seed, cells[0].start, problem.chi)
     tracemalloc.start()
     one = assemble(way, [run])
     drawing = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     start, data = way.prepare(one.start, one.data, one.batch_key)
     each = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves((one, start, data)))
-    if isinstance(method, Langevin):  # the draws of every observable
-        each += 4 * method.draws * 16
     many = jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf), way.cells, axis=0), (start, data))
-    steps = method.steps if isinstance(method, Adam) else 100
-    rate = method.rate if isinstance(method, Adam) else 0.01
-    analysis = descend.lower(*many, way, AdamSettings(steps, rate)).compile().memory_analysis()
+    # the number of steps does not matter
+    analysis = descend.lower(*many, way, AdamSettings(100, 0.01)).compile().memory_analysis()
     # not every backend tells
     loop = (
         0 if analysis is None else analysis.temp_size_in_bytes + analysis.argument_size_in_bytes + analysis.output_size_in_bytes
@@ -100,7 +138,7 @@ def measured(group: Group, cells: list[Cell]) -> Needs:
 
 
 def batches(
-    waiting: list[tuple[Group, list[Cell]]], budget: float, workers: int, needs: dict[Any, Needs] | None = None
+    waiting: list[tuple[Group, list[Cell]]], budget: float, workers: int, needed: list[Needs] | None = None
 ) -> Iterator[Batch]:
     """Missing cells as batches that fit a memory budget (bytes of one worker) and keep all workers busy.
 
@@ -112,21 +150,19 @@ def batches(
     total: dict[str, int] = {}
     for group, cells in waiting:
         total[group.method.kind] = total.get(group.method.kind, 0) + len(cells)
-    known = {} if needs is None else needs
     pending: list[tuple[Group, tuple[Cell, ...]]] = []
     filled = 0
-    for group, cells in waiting:
+    for (group, cells), own in zip(waiting, needed or [NOTHING] * len(waiting), strict=True):
         kind = group.method.kind
         most = min(MOST[kind], max(1, -(-total[kind] // (2 * workers))))
-        needed = known.get(shape_of(group), Needs(0.0, 0.0))
-        if needed.fixed + needed.cell > budget:
+        if own.fixed + own.cell > budget:
             raise ProblemError(
                 f"memory = {budget / 1e9:.3g} GB for each worker: must be at least "
-                f"{(needed.fixed + needed.cell) / 1e9:.3g} GB for one cell of {kind} at length = {group.problem.length}, "
+                f"{(own.fixed + own.cell) / 1e9:.3g} GB for one cell of {kind} at length = {group.problem.length}, "
                 f"vocab = {group.problem.vocab}"
             )
-        if needed.cell:
-            most = min(most, max(1, int((budget - needed.fixed) / needed.cell)))
+        if own.cell:
+            most = min(most, max(1, int((budget - own.fixed) / own.cell)))
         if pending and (pending[0][0].method != group.method or filled >= most):
             yield Batch(tuple(pending))
             pending, filled = [], 0
@@ -140,12 +176,6 @@ def batches(
                 pending, filled = [], 0
     if pending:
         yield Batch(tuple(pending))
-
-
-def shape_of(group: Group) -> Any:
-    """Groups of equal shapes need equal memory."""
-    problem = group.problem
-    return group.method, problem.length, problem.vocab, problem.heads, problem.causal, problem.content
 
 
 def execute(batch: Batch, folder: str, commit: str) -> tuple[str, int, float]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from copyhead.model.network import Start
 from copyhead.problem import Problem
-from copyhead.study.study_file import Method, Study
+from copyhead.study.study_file import EXPECTED, Block, Method
 
-# Seed of what has none: the theory, which takes expected moments.
-EXPECTED = -1
-# Rooms whose code, and libraries whose version, a result may depend on.
+# Start of what has none.
+BOTH = "both"
+# Rooms and files of study/ whose code, and libraries whose version, a result may depend on.
 ROOMS = ("model", "theory", "experiment")
+FILES = ("methods", "exact", "branch", "jump")
 LIBRARIES = ("jax", "jaxlib", "numpy", "scipy", "optax", "optimistix")
 
 
@@ -29,11 +29,12 @@ class Group(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """identity: 16 hexadecimal digits. sequences: P; None only for a theory of places. seed: EXPECTED where there is none."""
+    """identity: 16 hexadecimal digits. sequences: P; None for a theory of places and a search for a jump. start: BOTH, and
+    seed: EXPECTED, where there is none."""
 
     identity: str
     sequences: float | None
-    start: Start
+    start: str
     seed: int
 
 
@@ -42,30 +43,32 @@ def code_digest() -> str:
     """A hash of the sources that results depend on, and of the versions of the numerical libraries."""
     digest, package = hashlib.sha256(), Path(__file__).parents[1]
     own = [path for room in ROOMS for path in sorted((package / room).rglob("*.py"))]
-    for path in [*own, package / "problem.py", package / "study" / "methods.py", package / "study" / "exact.py"]:
+    for path in [*own, package / "problem.py", *(package / "study" / f"{name}.py" for name in FILES)]:
         digest.update(path.read_bytes())
     for library in LIBRARIES:
         digest.update(version(library).encode())
     return digest.hexdigest()[:16]
 
 
-def groups(study: Study) -> Iterator[tuple[Group, list[Cell]]]:
+def groups(blocks: Iterable[Block]) -> Iterator[tuple[Group, list[Cell]]]:
     """Every group of a study with its cells, in the order of the file; made as they are asked for.
 
     The identity of a cell is a hash of problem, files that it names, method, start, seed and `code_digest`: of all that
     determines its result, and of nothing else, so that a cell is found again in a grown grid.
     """
-    for method in study.methods:
-        seeds = study.seeds if method.seeded else (EXPECTED,)
+    for block in blocks:
+        method = block.method
+        seeds = block.seeds if method.seeded else (EXPECTED,)
+        starts = block.starts if method.started else (BOTH,)
         settings = method.model_dump_json()
-        for problem in study.problems():
+        for problem in block.problems():
             shared = "|".join((code_digest(), problem.to_json(), json.dumps(problem.digests), settings))
             known = hashlib.sha256(shared.encode())
             cells = []
-            for sequences in study.sequences:
+            for sequences in block.sequences:
                 place = None if sequences is None else float(sequences)
                 for seed in seeds:
-                    for start in study.starts:
+                    for start in starts:
                         own = known.copy()
                         own.update(f"|{place!r}|{seed}|{start}".encode())
                         cells.append(Cell(own.hexdigest()[:16], place, start, seed))

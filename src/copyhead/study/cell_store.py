@@ -22,11 +22,15 @@ from typing import Any
 
 import xarray as xr
 
-from copyhead.study.store import StoreError, write_text
+from copyhead.record import ProblemError
 
 STUDY, CELLS, LOCK = "study.toml", "cells", ".lock"
 # Beginning of the name of a batch that is being written.
 PARTIAL = ".partial-"
+
+
+class StoreError(ProblemError):
+    """The folder cannot be used; the message says why and what to do."""
 
 
 class CellStore:
@@ -83,13 +87,8 @@ class CellStore:
             found.update(zip(map(str, group["identity"][:]), map(str, group["status"][:]), strict=True))
         return found
 
-    def read(self, identities: set[str] | None = None) -> xr.Dataset:
-        """All cells, or those of given identity, as one data set; a cell that is there twice is read once.
-
-        Raises:
-            StoreError: if there are none.
-        """
-        pieces = []
+    def pieces(self, identities: set[str] | None = None) -> Iterator[xr.Dataset]:
+        """All cells, or those of given identity, batch by batch; a cell that is there twice is read once."""
         seen: set[str] = set()
         for path in self.batches():
             with xr.open_zarr(path, consolidated=False, chunks=None) as batch:
@@ -97,9 +96,19 @@ class CellStore:
                 keep = [k for k, name in enumerate(names) if name not in seen and (identities is None or name in identities)]
                 seen.update(names[k] for k in keep)
                 if keep:
-                    pieces.append(batch.isel(cell=keep).load())
+                    yield batch.isel(cell=keep).load()
+
+    def read(self, identities: set[str] | None = None) -> xr.Dataset:
+        """All cells, or those of given identity, as one data set.
+
+        Raises:
+            StoreError: if there are none.
+        """
+        pieces = list(self.pieces(identities))
         if not pieces:
-            raise StoreError(f"folder = {str(self.folder)!r}: holds no finished cells yet")
+            beside = bool(self.batches())
+            others = "; those that it holds are of other settings or of another version" if beside else ""
+            raise StoreError(f"folder = {str(self.folder)!r}: holds no finished cells of this study yet{others}")
         return joined(pieces)
 
     def size(self) -> int:
@@ -146,6 +155,23 @@ class CellStore:
             return os.pread(handle, 200, 0).decode(errors="replace")
         finally:
             os.close(handle)
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Writes a file at once: a reader sees the old content or the new.
+
+    Raises:
+        StoreError: if it cannot be written, with the reason.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise StoreError(f"out = {str(path)!r}: cannot be written ({error.strerror})") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
 
 
 def write_batch(folder: Path, name: str, batch: xr.Dataset) -> None:
@@ -199,7 +225,6 @@ def export(found: xr.Dataset, path: Path, kind: str) -> None:
 def table(found: xr.Dataset) -> Any:
     """One row for each cell as a pandas table: labels first, then results, then how they were made."""
     from copyhead.study.batch import LABELS, MADE
-    from copyhead.study.curves import flattened
     from copyhead.study.methods import MEANINGS, STATE
 
     rows = flattened(found).to_dataframe().reset_index(drop=True)
@@ -213,3 +238,19 @@ def table(found: xr.Dataset) -> Any:
         return (0, order.index(base)) if base else (1, 0)
 
     return rows[sorted(rows.columns, key=lambda name: rank(str(name)))]
+
+
+def flattened(data: xr.Dataset) -> xr.Dataset:
+    """Arrays over rows, heads and lags as one variable for each entry, name[coordinate]."""
+    own = {name: next(iter(set(values.dims) & {"row", "head", "lag"}), None) for name, values in data.items()}
+    parts = {
+        f"{name}[{place}]": data[name].sel({dim: place}, drop=True)
+        for name, dim in own.items()
+        if dim is not None
+        for place in data[dim].values
+    }
+    return (
+        data.drop_vars([name for name, dim in own.items() if dim is not None])
+        .drop_dims([dim for dim in ("row", "head", "lag") if dim in data.dims])
+        .assign(parts)
+    )

@@ -12,7 +12,8 @@ import xarray as xr
 from copyhead.experiment.adam import GRADIENT_TOLERANCE
 from copyhead.experiment.diagnostics import RHAT_GATE, Estimate, between_starts
 from copyhead.problem import Problem
-from copyhead.study.curves import Measured, branch_state
+from copyhead.study.branch import branch_state
+from copyhead.study.curves import Measured
 from copyhead.study.spec import Reproduction, adapts
 from copyhead.theory.content import ContentOrderParameters
 from copyhead.theory.finite_width import finite_width

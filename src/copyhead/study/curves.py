@@ -7,31 +7,18 @@ from typing import NamedTuple
 
 import numpy as np
 import xarray as xr
-from jaxtyping import Float
 
 from copyhead.experiment.adam import NEVER
-from copyhead.experiment.convergence import summary
 from copyhead.experiment.diagnostics import Estimate, over_chains, over_seeds
-from copyhead.study.spec import Part, Reproduction
-from copyhead.study.store import Store
+from copyhead.study.branch import signed
+from copyhead.study.cell_store import flattened
+from copyhead.study.results import Results
+from copyhead.study.spec import Reproduction
+from copyhead.study.study_file import Adam, Jump, Langevin
 from copyhead.theory.solution import Solution, solve
-from copyhead.theory.transition import Minimum
 
-# What changes sign with (G, W) -> (-G, -W) in linear attention.
-ODD = ("c1", "cG", "cI", "cS", "a1", "aG", "pt", "tp")
-
-
-def branch_state(found: Solution, sequences: float, start: str) -> Minimum:
-    """The minimum that a run from `start` belongs to.
-
-    Where two minima coexist inside a window, the small start belongs to the one of smaller cG and the copy start to the other.
-    Elsewhere there is one, and metastable minima that both starts leave behind do not count.
-    """
-    minima = found.minima(sequences)
-    if not any(t.window and t.window[0] <= sequences <= t.window[1] for t in found.transitions):
-        return minima[0]
-    choose = min if start == "small" else max
-    return choose(minima, key=lambda minimum: float(minimum.order_parameters.cG))
+# What a cell has beside its numbers.
+TEXTS = ("status", "message", "verdict", "ladder", "seconds")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,46 +64,36 @@ class Measured(NamedTuple):
     ladder: xr.Dataset | None
 
 
-def gather(spec: Reproduction, work: list[Part], store: Store) -> dict[str, Measured]:
-    """Joins the stored parts by attention, in the convention of sign of the theory."""
-    found: dict[str, Measured] = {}
+def gather(spec: Reproduction, found: Results) -> dict[str, Measured]:
+    """Results by attention, in the convention of sign of the theory."""
+    joined: dict[str, Measured] = {}
     for attention in spec.attentions:
         problem = spec.problem.replace(attention=attention)
-        jump = {
-            part.name.split("-")[2]: store.read(part.name)
-            for part in work
-            if part.method == "jump" and part.problem.attention == attention
-        }
-        adam = _joined(work, store, f"adam-{attention}-", attention)
-        methods = {part.method for part in work}
-        exact = _joined(work, store, f"exact-{attention}-", attention) if "exact" in methods else None
-        factors = spec.chi_factors if "langevin" in methods else ()
-        sgld = {f: _joined(work, store, f"langevin-{attention}-x{f:g}-", attention) for f in factors}
-        ladder = next((store.read(part.name) for part in work if part.name == f"ladder-{attention}"), None)
-        found[attention] = Measured(solve(problem, reach=adam.sequences), adam, exact, sgld, jump, ladder)
-    return found
+        adam = _curves(found, f"adam-{attention}", attention)
+        exact = _curves(found, f"exact-{attention}", attention) if f"exact-{attention}" in found else None
+        names = {factor: f"sgld-{attention}-x{factor:g}" for factor in spec.chi_factors}
+        sgld = {factor: _curves(found, name, attention, "_trace") for factor, name in names.items() if name in found}
+        jump, ladder = f"jump-{attention}", f"ladder-{attention}"
+        joined[attention] = Measured(
+            solve(problem, reach=adam.sequences),
+            adam,
+            exact,
+            sgld,
+            {str(start): found[jump].isel(P=0).sel(start=start) for start in found[jump].start.values} if jump in found else {},
+            found[ladder].isel(P=0, start=0) if ladder in found else None,
+        )
+    return joined
 
 
-def _joined(work: list[Part], store: Store, prefix: str, attention: str) -> Curves:
-    pieces = [store.read(name) for name in sorted(part.name for part in work) if name.startswith(prefix)]
-    joined = xr.concat(pieces, dim="seed", data_vars="all", combine_attrs="drop")
-    return Curves(flattened(signed(kept(joined), attention)))
-
-
-def flattened(data: xr.Dataset) -> xr.Dataset:
-    """Arrays over rows, heads and lags as one variable for each entry, name[coordinate]."""
-    own = {name: next(iter(set(values.dims) & {"row", "head", "lag"}), None) for name, values in data.items()}
-    parts = {
-        f"{name}[{place}]": data[name].sel({dim: place}, drop=True)
-        for name, dim in own.items()
-        if dim is not None
-        for place in data[dim].values
-    }
-    return (
-        data.drop_vars([name for name, dim in own.items() if dim is not None])
-        .drop_dims([dim for dim in ("row", "head", "lag") if dim in data.dims])
-        .assign(parts)
-    )
+def _curves(found: Results, name: str, attention: str, part: str = "") -> Curves:
+    """Curves of a block; of variables that end in `part` only, where draws are kept."""
+    data = found[name]
+    if part:
+        named = {str(one): str(one).removesuffix(part) for one in data if str(one).endswith(part)}
+        data = data[list(named)].rename(named).assign(diverged=data.diverged)
+    else:
+        data = data.drop_vars([name for name in TEXTS if name in data])
+    return Curves(flattened(signed(kept(data), attention)))
 
 
 def kept(data: xr.Dataset) -> xr.Dataset:
@@ -124,41 +101,24 @@ def kept(data: xr.Dataset) -> xr.Dataset:
     return data.where(data.diverged == NEVER).assign(diverged=data.diverged) if "diverged" in data else data
 
 
-# A chain of linear attention has chosen a sector if its mean c1 is this many of its own errors from zero.
-CHOSEN = 5.0
-
-
-def sector(c1: Float[np.ndarray, "chain draw"]) -> Float[np.ndarray, "chain"]:
-    """The sign of each chain of linear attention; (G, W) and its mirror image (-G, -W) are equally good.
-
-    One for a chain that has not chosen: turning such a chain by the sign of its mean would give the mean a bias.
-    """
-    found = [summary(chain[None]) for chain in c1]
-    return np.array([-1.0 if one.mean < -CHOSEN * one.error else 1.0 for one in found])
-
-
-def signed(data: xr.Dataset, attention: str) -> xr.Dataset:
-    """Turns mirror images (-G, -W) of linear attention into the sector of positive tr W, chain by chain."""
-    if attention != "linear" or "heads" in data:  # those of several heads are signed where they are measured
-        return data
-    if "overlap" in data:
-        mean = data.overlap.mean("draw") if "draw" in data.dims else data.overlap
-        sign = xr.where(mean < 0, -1.0, 1.0)
-    else:
-        sign = xr.where(data.c1 < 0, -1.0, 1.0)
-    return data.assign({name: data[name] * sign for name in ODD if name in data})
-
-
-def lost_runs(work: list[Part], store: Store) -> list[str]:
+def lost_runs(found: Results) -> list[str]:
     """One line for each run that diverged: which, by which step, and at which step size."""
-    found = []
-    for part in work:
-        data = store.read(part.name)
+    from copyhead.experiment.langevin import LOGIT_STEPS
+
+    lines = []
+    for name, block in found.blocks.items():
+        data = found[name]
         if "diverged" not in data:
             continue
+        size = (
+            f"step_logits = {LOGIT_STEPS[block.problem.attention]:g}"
+            if isinstance(block.method, Langevin)
+            else f"learning rate {block.method.rate:g}"
+            if isinstance(block.method, Adam | Jump)
+            else ""
+        )
         flat = data.diverged.stack(cell=data.diverged.dims)
         for cell in flat[flat != NEVER]:
-            where = ", ".join(f"{name} = {cell[name].item()}" for name in data.diverged.dims)
-            size = data.attrs["step_size"]
-            found.append(f"{part.name} ({where}): diverged by step {cell.item()} at {size}; left out, a smaller step may help")
-    return found
+            where = ", ".join(f"{axis} = {cell[axis].item()}" for axis in data.diverged.dims if cell[axis].item() == cell[axis])
+            lines.append(f"{name} ({where}): diverged by step {cell.item():g} at {size}; left out, a smaller step may help")
+    return lines

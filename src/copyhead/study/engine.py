@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from copyhead.problem import ProblemError
 from copyhead.study.batch import Batch, execute
-from copyhead.study.store import StoreError
+from copyhead.study.cell_store import StoreError
 
 # One JAX thread each: a process per core is the best use of cores. Read when JAX is imported. Dask's own threshold returns the
 # buffers of every step to the system, which makes a run of Adam three times as long.

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Fresh sequences that losses are measured on where attention reads them: as many as a step through them allows.
 FRESH_CONTENT = 2048
+# And where they are measured through moments, at equal cost for any number.
+FRESH_SEQUENCES = 4096
 # G = 0 is stationary at any P in linear attention: a search starts beside it, or a saddle would pass for a minimum.
 BESIDE_ZERO = 0.01
 
@@ -27,7 +29,7 @@ def exact_minima(problem: Problem, sequences: list[int], seeds: list[int], start
     """
     from copyhead.experiment.cells import data_sets
     from copyhead.experiment.observables import axes
-    from copyhead.study.curves import branch_state
+    from copyhead.study.branch import branch_state
     from copyhead.theory.solution import solve
 
     found = solve(problem, reach=sequences)

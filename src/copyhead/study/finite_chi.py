@@ -26,7 +26,7 @@ from copyhead.model.moments import Empirical
 from copyhead.model.network import Network
 from copyhead.problem import Attention, Problem
 from copyhead.record import plain
-from copyhead.study.curves import sector
+from copyhead.study.branch import sector
 from copyhead.theory.fluctuations import Fluctuations, fluctuations
 from copyhead.theory.precursors import Approach, precursors
 from copyhead.theory.transition import phases

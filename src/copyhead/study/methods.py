@@ -11,7 +11,7 @@ import xarray as xr
 
 from copyhead.problem import Problem, ProblemError
 from copyhead.study.cell import Cell, Group
-from copyhead.study.study_file import Adam, Exact, Langevin, Theory
+from copyhead.study.study_file import EXPECTED, Adam, Exact, Jump, Ladder, Langevin, Theory
 
 # Status of a cell. Refused: the method does not apply to the problem, for the reason in `message`.
 OK, NOT_CONVERGED, DIVERGED, REFUSED = "ok", "not converged", "diverged", "refused"
@@ -44,11 +44,22 @@ MEANINGS = {
     "gradient": "largest entry of the gradient at the end",
     "diverged": "step by which the run was lost, -1 if it was not",
     "loss_error": "standard error of the loss over fresh sequences",
+    "low": "last P before the jump",
+    "high": "first P after the jump",
+    "P_star": "P at which the two wells of F(aG) weigh the same",
+    "log_ratio": "log weight of copying over uniform",
+    "height_below": "barrier of F(aG) seen from the uniform well",
+    "height_above": "barrier of F(aG) seen from the copying well",
+    "exchange": "least acceptance of an exchange between windows",
+    "free_energy": "F(aG), least value zero",
+    "bin_aG": "aG at the middle of a bin of F",
+    "ladder": "what the ladder shows",
 }
 # What is kept of every cell beside its results.
 STATE = ("status", "message", "seconds")
 ERRORS = {
-    "error": "Monte Carlo standard error of the mean over draws of",
+    "error": "standard error of",
+    "trace": "draws of",
     "sd": "standard deviation over draws of",
     "ess": "effective sample size of",
     "rhat": "split R-hat of",
@@ -68,12 +79,31 @@ def check(group: Group, sequences: float) -> None:
     from copyhead.model.network import Network
     from copyhead.study.memory import refuse_too_large
 
+    if isinstance(method, Ladder):
+        from copyhead.study.sampling import SamplingSettings
+        from copyhead.study.sampling import check as check_sampling
+
+        check_sampling(problem.replace(sequences=sequences), SamplingSettings())
+        return
     if isinstance(method, Langevin):
         problem.require_paper("SGLD is")
+    if isinstance(method, Jump):
+        sequences = bracket_of(problem, method)[1]
     network = Network() if isinstance(method, Exact) else method.network
     if not isinstance(method, Exact):
         path(problem, network, method.batch)
     refuse_too_large(problem, network, sequences)
+
+
+def bracket_of(problem: Problem, method: Jump) -> tuple[int, int]:
+    """P between which a jump is looked for.
+
+    Raises:
+        ProblemError: if the method gives none, and the theory neither.
+    """
+    from copyhead.study.jump import bracket_around
+
+    return method.bracket or bracket_around(problem)
 
 
 def run_cells(group: Group, cells: list[Cell]) -> xr.Dataset:
@@ -89,8 +119,9 @@ def run_cells(group: Group, cells: list[Cell]) -> xr.Dataset:
     except ProblemError as error:
         values, status, message = {}, [REFUSED] * len(cells), str(error)
     # texts are there for every method: xarray has nothing to fill them up with where cells are joined
-    values.setdefault("verdict", np.array([""] * len(cells), object))
-    own = {name: _own_axis(problem, name) for name in values}
+    for name in ("verdict", "ladder"):
+        values.setdefault(name, np.array([""] * len(cells), object))
+    own = {name: _own_axes(problem, name, np.shape(array)) for name, array in values.items()}
     found = xr.Dataset(coords={dim: places for one in own.values() for dim, places in one.items()})
     for name, array in values.items():
         found[name] = (("cell", *own[name]), np.asarray(array), {"long_name": meaning(name), "units": "1"})
@@ -110,16 +141,22 @@ def meaning(name: str) -> str:
     return f"{ERRORS[part]} {MEANINGS[base]}"
 
 
-def _own_axis(problem: Problem, name: str) -> dict[str, list[int]]:
-    """The axis beside `cell` that a variable has, with its coordinates; empty where there is none."""
+def _own_axes(problem: Problem, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """The axes beside `cell` that a variable has, with their coordinates; empty where there is none."""
     from copyhead.experiment.observables import axes
 
+    if name.endswith("_trace"):
+        return {"draw": range(shape[-1])}
+    if name in ("free_energy", "free_energy_error"):
+        return {"around": list(AROUND), "bin": range(shape[-1])}
+    if name == "bin_aG":
+        return {"bin": range(shape[-1])}
     return dict([axes(problem)[name]]) if name in ("rows", "heads", "heads_a", "lags") else {}
 
 
 def _theory(problem: Problem, method: Theory, cells: list[Cell]) -> tuple[dict[str, Any], list[str]]:
     from copyhead.experiment.observables import axes
-    from copyhead.study.curves import branch_state
+    from copyhead.study.branch import branch_state
     from copyhead.theory.solution import solve
     from copyhead.theory.transition import attention_by_lag
 
@@ -153,7 +190,7 @@ def _theory(problem: Problem, method: Theory, cells: list[Cell]) -> tuple[dict[s
 
 def _exact(problem: Problem, method: Exact, cells: list[Cell]) -> tuple[dict[str, Any], list[str]]:
     from copyhead.experiment.adam import GRADIENT_TOLERANCE
-    from copyhead.study.curves import signed
+    from copyhead.study.branch import signed
     from copyhead.study.exact import exact_minima
 
     picked = {}
@@ -169,15 +206,22 @@ def _exact(problem: Problem, method: Exact, cells: list[Cell]) -> tuple[dict[str
     return values, [NOT_CONVERGED if one else OK for one in lost]
 
 
-def _adam(problem: Problem, method: Adam, cells: list[Cell]) -> tuple[dict[str, Any], list[str]]:
-    from copyhead.experiment.adam import GRADIENT_TOLERANCE, NEVER, AdamSettings, train
+def _trained(problem: Problem, method: Adam | Jump, runs: list[Any]) -> tuple[Any, Any]:
+    """Observables of training runs (P, seed, start, chi), and the runs."""
+    from copyhead.experiment.adam import AdamSettings, train
     from copyhead.experiment.cells import assemble
     from copyhead.experiment.observables import measure_all, yardstick
     from copyhead.experiment.path import path
 
     way = path(problem, method.network, method.batch)
-    trained = train(assemble(way, _runs(problem, cells)), way, AdamSettings(method.steps, method.rate))
-    observed = measure_all(trained.weights, yardstick(problem, method.network, _fresh(problem)), problem)
+    trained = train(assemble(way, runs), way, AdamSettings(method.steps, method.rate))
+    return measure_all(trained.weights, yardstick(problem, method.network, _fresh(problem)), problem), trained
+
+
+def _adam(problem: Problem, method: Adam, cells: list[Cell]) -> tuple[dict[str, Any], list[str]]:
+    from copyhead.experiment.adam import GRADIENT_TOLERANCE, NEVER
+
+    observed, trained = _trained(problem, method, _runs(problem, cells))
     values = _turned(observed._asdict(), problem)
     values |= {"gradient": trained.gradient, "diverged": trained.diverged.astype(float)}
     lost = trained.diverged != NEVER
@@ -212,9 +256,70 @@ def _langevin(problem: Problem, method: Langevin, cells: list[Cell]) -> tuple[di
             f"{name}_ess": [one.ess for one in found],
             f"{name}_rhat": [one.rhat for one in found],
         }
+        values |= {f"{name}_trace": trace} if method.trace else {}
     return values, [
         DIVERGED if step != NEVER else OK if good else NOT_CONVERGED for step, good in zip(sampled.diverged, mixed, strict=True)
     ]
+
+
+def _jump(problem: Problem, method: Jump, cells: list[Cell]) -> tuple[dict[str, Any], list[str]]:
+    from copyhead.experiment.adam import NEVER
+    from copyhead.study.jump import jumps
+
+    def train(wanted: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        runs: list[Any] = [(place, cells[k].seed, cells[k].start, problem.chi) for k, place in wanted]
+        observed, trained = _trained(problem, method, runs)
+        return np.asarray(observed.aG), trained.diverged.astype(float)
+
+    found = jumps(bracket_of(problem, method), len(cells), method.sections, train)
+    return found._asdict(), [
+        DIVERGED if step != NEVER else OK if np.isfinite(low) else NOT_CONVERGED
+        for step, low in zip(found.diverged, found.low, strict=True)
+    ]
+
+
+# F(aG) is given at these parts of the P that was sampled.
+AROUND = (0.97, 0.985, 1.0, 1.015, 1.03)
+
+
+def _ladder(problem: Problem, method: Ladder, cells: list[Cell]) -> tuple[dict[str, Any], list[str]]:
+    from copyhead.experiment import umbrella
+    from copyhead.experiment.hamiltonian import HamiltonianSettings
+    from copyhead.study.sampling import data_for
+
+    settings = HamiltonianSettings(warmup=method.warmup, draws=method.draws, losses=False)
+    rows = []
+    for cell in cells:
+        sampled, expected = problem.replace(sequences=cell.sequences), cell.seed == EXPECTED
+        seed = 0 if expected else cell.seed
+        trace, rung = umbrella.climb(sampled, data_for(sampled, seed, expected), method.repeats, settings, seed)
+        parts = umbrella.repeats(trace, rung, 0)
+        one = umbrella.free_energy(trace, rung, sampled, _whole(cell), 0, parts)
+        curves = umbrella.around(parts, rung, sampled, AROUND)
+        rows.append({
+            "P_star": one.P_star.mean,
+            "P_star_error": one.P_star.error,
+            "log_ratio": one.log_ratio.mean,
+            "log_ratio_error": one.log_ratio.error,
+            "height_below": one.heights[0].mean,
+            "height_below_error": one.heights[0].error,
+            "height_above": one.heights[1].mean,
+            "height_above_error": one.heights[1].error,
+            "exchange": one.exchange,
+            "ladder": one.status,
+            "free_energy": [curve.mean for curve in curves],
+            "free_energy_error": [curve.error for curve in curves],
+            "bin_aG": curves[0].center,
+        })  # fmt: skip
+    bins = max(len(row["bin_aG"]) for row in rows)
+    for row in rows:  # each data set has windows of its own
+        for name in ("free_energy", "free_energy_error", "bin_aG"):
+            short = np.asarray(row[name], float)
+            room = [(0, 0)] * (short.ndim - 1) + [(0, bins - short.shape[-1])]
+            row[name] = np.pad(short, room, constant_values=np.nan)
+    values: dict[str, Any] = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    values["ladder"] = values["ladder"].astype(object)
+    return values, [OK if row["ladder"] == umbrella.GOOD else NOT_CONVERGED for row in rows]
 
 
 _METHODS: dict[str, Callable[[Problem, Any, list[Cell]], tuple[dict[str, Any], list[str]]]] = {
@@ -222,6 +327,8 @@ _METHODS: dict[str, Callable[[Problem, Any, list[Cell]], tuple[dict[str, Any], l
     "exact": _exact,
     "adam": _adam,
     "sgld": _langevin,
+    "jump": _jump,
+    "ladder": _ladder,
 }
 
 
@@ -235,15 +342,14 @@ def _runs(problem: Problem, cells: list[Cell]) -> list[Any]:
 
 
 def _fresh(problem: Problem) -> int:
-    from copyhead.study.exact import FRESH_CONTENT
-    from copyhead.study.run import FRESH_SEQUENCES
+    from copyhead.study.exact import FRESH_CONTENT, FRESH_SEQUENCES
 
     return FRESH_CONTENT if problem.content else FRESH_SEQUENCES
 
 
 def _turned(observed: dict[str, Any], problem: Problem, draws: bool = False) -> dict[str, Any]:
-    """In the sector of positive tr W, as `curves.signed`."""
-    from copyhead.study.curves import signed
+    """In the sector of positive tr W, as `branch.signed`."""
+    from copyhead.study.branch import signed
 
     dims = ("cell", "draw") if draws else ("cell",)
     found = xr.Dataset(

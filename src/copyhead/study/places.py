@@ -11,7 +11,9 @@ from copyhead.experiment.diagnostics import NOTHING, Estimate, over_seeds
 from copyhead.experiment.locate import onset, resolution, steepest
 from copyhead.record import plain
 from copyhead.study.curves import Measured
+from copyhead.study.methods import OK
 from copyhead.study.spec import Reproduction
+from copyhead.study.study_file import EXPECTED
 from copyhead.theory.leading_order import leading_order
 
 # Transitions that have rows in the table beyond the paper's task: of a front of rows, each of which jumps, the last ones.
@@ -31,7 +33,7 @@ def transition_table(spec: Reproduction, measured: dict[str, Measured]) -> list[
         for t in results.theory.transitions:
             if t.kind == "first-order" and t.window:
                 place = "pooling P* (equal action)" if t.pools else "P* (equal action)"
-                sampled = {} if results.ladder is None or t is not jumping else _equal_weight(results.ladder)
+                sampled = {} if results.ladder is None or t is not jumping else _equal_weight(results.ladder, spec.problem.chi)
                 rows.append(_row(attention, place, scales.pooling if t.pools else copying, t.P, sampled))
                 ends = (
                     ("small", t.window[1], "upper fold", scales.upper_fold if softmax else None),
@@ -75,13 +77,13 @@ def _beyond_table(spec: Reproduction, measured: dict[str, Measured]) -> list[dic
     return rows
 
 
-def _equal_weight(ladder: xr.Dataset) -> dict[str, Estimate]:
+def _equal_weight(ladder: xr.Dataset, chi: float) -> dict[str, Estimate]:
     """P* by sampling at finite chi: on expected moments, with the error of the sampling, and over data sets."""
-    good = ladder.where(ladder.status == "good")
-    expected, chi = good.sel(data=-1), ladder.attrs["chi"]
+    good = ladder[["P_star", "P_star_error"]].where(ladder.status == OK)
+    expected = good.sel(seed=EXPECTED)
     mean, error = float(expected.P_star), float(expected.P_star_error)
     found = {f"branch weights at chi {chi:g}, expected moments": NOTHING._replace(mean=mean, error=error, n=1)}
-    over = good.P_star.sel(data=good.data >= 0).values
+    over = good.P_star.sel(seed=good.seed >= 0).values
     over = over[np.isfinite(over)]
     if len(over) > 1:
         found[f"branch weights at chi {chi:g}"] = over_seeds(over)

@@ -20,7 +20,7 @@ from copyhead.model.attention import attention
 from copyhead.model.moments import Empirical
 from copyhead.model.network import Network
 from copyhead.problem import Problem
-from copyhead.study.run import FRESH_SEQUENCES
+from copyhead.study.exact import FRESH_SEQUENCES
 
 if TYPE_CHECKING:
     from copyhead.study.sampling import SamplingSettings

@@ -14,7 +14,7 @@ from pydantic import Field
 from copyhead.model.network import Network
 from copyhead.problem import Problem, ProblemError
 from copyhead.record import Record, plain
-from copyhead.study.curves import ODD, sector
+from copyhead.study.branch import ODD, sector
 from copyhead.study.memory import refuse_too_large
 from copyhead.theory.fluctuations import Fluctuations, fluctuations
 

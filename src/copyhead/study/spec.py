@@ -1,13 +1,9 @@
-"""The reproduction as data: which problems, grids, seeds, starts and settings, and the parts that it is executed in."""
+"""The reproduction as data: its settings, and the study that they make with grids of P around the transitions of the theory."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from importlib.metadata import version
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field, field_validator
@@ -16,11 +12,10 @@ from copyhead.model.network import Network
 from copyhead.problem import Attention, Problem, ProblemError
 from copyhead.record import Record
 from copyhead.study.memory import refuse_too_large
+from copyhead.study.study_file import EXPECTED, Adam, Block, Exact, Jump, Ladder, Langevin, Study
 from copyhead.theory.solution import Solution, solve
 from copyhead.theory.transition import phases
 from copyhead.theory.unreduced import MOST_LOGITS
-
-Method = Literal["adam", "langevin", "exact", "jump", "ladder", "plane", "width"]
 
 
 class Reproduction(Record):
@@ -88,19 +83,6 @@ class Reproduction(Record):
             raise ValueError("must not repeat")
         return attentions
 
-    @property
-    def identity(self) -> str:
-        """A hash of all fields, files that they name, the package's own sources and the numerical libraries' versions.
-
-        Two runs with the same one give the same numbers; a changed kernel never meets the parts of an older one.
-        """
-        digest = hashlib.sha256(self.model_dump_json().encode() + json.dumps(self.problem.digests).encode())
-        for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-            digest.update(path.read_bytes())
-        for package in ("jax", "numpy", "scipy", "optax"):
-            digest.update(version(package).encode())
-        return digest.hexdigest()[:16]
-
 
 # Largest L V at which S is minimised on each data set: an evaluation takes (L V)^2 operations, a minimum some hundred of them.
 LARGEST_OWN = 1500
@@ -161,16 +143,6 @@ def settings_for(network: Network, quick: bool) -> dict[str, Any]:
     if content and quick:
         chosen |= {"seeds": 2, "points": 6, "widths": (64, 256), "plane_sizes": 2, "plane_points": 4, "draws": 40}
     return chosen
-
-
-class Part(NamedTuple):
-    """One piece of work, run by one worker and stored as one file. weight: expected cost, for the progress bar only."""
-
-    name: str
-    method: Method
-    problem: Problem
-    arguments: dict[str, Any]
-    weight: float
 
 
 def p_grid(found: Solution, points: int) -> list[int]:
@@ -234,79 +206,87 @@ def plane_grid(spec: Reproduction, axis: Literal["length", "vocab"], attention: 
     return sorted({round(float(place)) for place in grid} - {0})
 
 
-def beyond_parts(spec: Reproduction) -> list[Part]:
-    """The work beyond the paper's task: Adam and the theory of the same data sets, both starts."""
-    found = []
-    for attention in spec.attentions:
-        problem = spec.problem.replace(attention=attention)
-        grid = list(spec.grid) if spec.grid else p_grid(solve(problem), spec.points)
-        refuse_too_large(problem, spec.network, grid[-1])
-        for number, seeds in enumerate(list(map(int, half)) for half in np.array_split(np.arange(spec.seeds), 2)):
-            if seeds:
-                arguments, cost = {"sequences": grid, "seeds": seeds}, len(grid) * len(seeds) * problem.heads**2
-                found.append(Part(f"adam-{attention}-{number}", "adam", problem, arguments, cost * spec.adam_steps * 4))
-                if problem.length * problem.vocab <= LARGEST_OWN and problem.heads * problem.length**2 <= MOST_LOGITS:
-                    found.append(Part(f"exact-{attention}-{number}", "exact", problem, arguments, cost * 4e4))
-    return sorted(found, key=lambda part: (0 not in part.arguments["seeds"], -part.weight))
+# Name of a block, by which its results are found again.
+Blocks = dict[str, Block]
 
 
-def parts(spec: Reproduction) -> list[Part]:
-    """All the work of a reproduction: of each half of the seeds the longest pieces first.
-
-    Pieces that differ in the seeds only share their kernels: one after the other they compile them once, side by side twice.
+def study(spec: Reproduction) -> tuple[Study, Blocks]:
+    """The study that a reproduction is: one block for each method, kind of attention, network and size, the longest first.
 
     Raises:
         ProblemError: if the sizes need too much memory, or the theory gives no grid of P.
     """
-    if spec.problem.beyond:
-        refuse_too_large(spec.problem, spec.network, max(spec.grid or (0,)))
-        return beyond_parts(spec)
+    refuse_too_large(spec.problem, spec.network, max(spec.grid or (0,)))
+    found = _beyond(spec) if spec.problem.beyond else _paper(spec)
+    beside = f" beyond the paper: {', '.join(spec.problem.beyond)}" if spec.problem.beyond else ""
+    return Study(title=f"Phase transitions of a copy head{beside}", blocks=tuple(found.values())), found
+
+
+def _adam(spec: Reproduction, **changed: Any) -> Adam:
+    return Adam(**{"steps": spec.adam_steps, "rate": spec.adam_rate, "network": spec.network, "batch": spec.batch, **changed})
+
+
+def _beyond(spec: Reproduction) -> Blocks:
+    """Beyond the paper's task: Adam and the theory of the same data sets, both starts."""
+    found: Blocks = {}
+    for attention in spec.attentions:
+        problem = spec.problem.replace(attention=attention)
+        grid = list(spec.grid) if spec.grid else p_grid(solve(problem), spec.points)
+        refuse_too_large(problem, spec.network, grid[-1])
+        shared = {"problem": problem, "grid": {"sequences": tuple(grid)}, "seeds": tuple(range(spec.seeds))}
+        found[f"adam-{attention}"] = Block(method=_adam(spec), **shared)
+        if problem.length * problem.vocab <= LARGEST_OWN and problem.heads * problem.length**2 <= MOST_LOGITS:
+            found[f"exact-{attention}"] = Block(method=Exact(), **shared)
+    return found
+
+
+def _paper(spec: Reproduction) -> Blocks:
     for axis in ("vocab", "length"):
         largest = spec.problem.replace(**{axis: plane_axes(spec, axis)[-1]})
         refuse_too_large(largest, spec.network, max(spec.grid or (0,)), " (the largest of the loss maps)")
-    found: list[Part] = []
-    halves = [list(map(int, half)) for half in np.array_split(np.arange(spec.seeds), 2) if len(half)]
+    theory = {attention: phases(spec.problem.replace(attention=attention)) for attention in spec.attentions}
+    found: Blocks = {}
     for attention in spec.attentions:
-        problem = spec.problem.replace(attention=attention)
-        theory = phases(problem)
-        grid = list(spec.grid) if spec.grid else p_grid(theory, spec.points)
-        sampled = grid[:: spec.sampled]
-        for number, seeds in enumerate(halves):
-            for factor in spec.chi_factors:
-                arguments = {"sequences": sampled, "seeds": seeds, "chi": spec.problem.chi * factor}
-                cost = len(sampled) * len(seeds) * (spec.warmup + spec.draws * spec.thin)
-                found.append(Part(f"langevin-{attention}-x{factor:g}-{number}", "langevin", problem, arguments, cost * 2.5))
-            arguments = {"sequences": grid, "seeds": seeds}
-            found.append(
-                Part(
-                    f"adam-{attention}-{number}",
-                    "adam",
-                    problem,
-                    arguments,
-                    len(grid) * len(seeds) * spec.adam_steps * 2,
-                )
-            )
-            found.append(Part(f"exact-{attention}-{number}", "exact", problem, arguments, len(grid) * len(seeds) * 2e4))
-        window = next((t.window for t in theory.transitions if t.window), None)
+        problem, seeds = spec.problem.replace(attention=attention), tuple(range(spec.seeds))
+        grid = tuple(spec.grid or p_grid(theory[attention], spec.points))
+        langevin = Langevin(
+            warmup=spec.warmup, draws=spec.draws, thin=spec.thin, network=spec.network, batch=spec.batch, trace=True
+        )
+        for factor in spec.chi_factors:
+            chi, heads = spec.problem.chi * factor, problem.head_dimension
+            # the ratio of d_h to chi is what the theory depends on
+            scaled = problem.replace(chi=chi, head_dimension=None if heads is None else max(1, round(heads * factor)))
+            points = {"sequences": grid[:: spec.sampled]}
+            found[f"sgld-{attention}-x{factor:g}"] = Block(method=langevin, problem=scaled, grid=points, seeds=seeds)
+        for name, method in (("adam", _adam(spec)), ("exact", Exact())):
+            found[f"{name}-{attention}"] = Block(method=method, problem=problem, grid={"sequences": grid}, seeds=seeds)
+        window = next((t.window for t in theory[attention].transitions if t.window), None)
         if window is not None:
-            for start in ("small", "copy"):
-                bracket = (round(0.6 * window[0]), round(1.5 * window[1]))
-                arguments = {"seeds": list(range(spec.seeds)), "start": start, "bracket": bracket}
-                found.append(Part(f"jump-{attention}-{start}", "jump", problem, arguments, spec.seeds * 30 * spec.adam_steps))
+            method = Jump(**_adam(spec).model_dump(exclude={"kind"}), sections=spec.sections, bracket=None)
+            found[f"jump-{attention}"] = Block(method=method, problem=problem, seeds=seeds)
         if window is not None and problem.positional:
-            place = next(t.P for t in theory.transitions if t.window)
-            arguments = {"sequences": round(place), "seeds": list(range(min(spec.ladders, spec.seeds)))}
-            cost = (1 + len(arguments["seeds"])) * spec.repeats * (spec.ladder_draws + 300)
-            found.append(Part(f"ladder-{attention}", "ladder", problem, arguments, 500 * cost))
-        if theory.transitions and adapts(spec.network.replace(width=spec.widths[0]), problem):
-            for number, width in enumerate(spec.widths):
-                arguments = {"sequences": departure_places(theory), "seeds": list(range(spec.seeds)), "width": width}
-                found.append(Part(f"width-{attention}-{number}", "width", problem, arguments, 4e4 * width))
+            place = next(t.P for t in theory[attention].transitions if t.window)
+            method = Ladder(draws=spec.ladder_draws, repeats=spec.repeats)
+            sampled = tuple(range(EXPECTED, min(spec.ladders, spec.seeds)))
+            points = {"sequences": (round(place),)}
+            found[f"ladder-{attention}"] = Block(method=method, problem=problem, grid=points, seeds=sampled)
+        if theory[attention].transitions and adapts(spec.network.replace(width=spec.widths[0]), problem):
+            points = {"sequences": tuple(departure_places(theory[attention]))}
+            for width in spec.widths:
+                for variance in spec.width_variances:
+                    # from the small start linear attention may end in its metastable branch of negative c1
+                    method = _adam(spec, network=spec.network.replace(width=width, embedding_variance=variance))
+                    name = f"width-{attention}-{width}-{variance:g}"
+                    found[name] = Block(method=method, problem=problem, grid=points, starts=("copy",), seeds=seeds)
         for axis in ("length", "vocab"):
-            arguments = {"sequences": plane_grid(spec, axis, attention), "seeds": list(range(spec.plane_seeds))}
+            points = {"sequences": tuple(plane_grid(spec, axis, attention))}
             for size in plane_axes(spec, axis):
-                varied = problem.replace(**{axis: size})
-                scale = (size / getattr(spec.problem, axis)) ** 2
-                cost = spec.plane_points * spec.plane_seeds * spec.plane_steps * scale
-                found.append(Part(f"plane-{attention}-{axis}-{size}", "plane", varied, arguments, cost + 2e5))
-    return sorted(found, key=lambda part: (0 not in part.arguments["seeds"], -part.weight))
+                found[f"plane-{attention}-{axis}-{size}"] = Block(
+                    method=_adam(spec, steps=spec.plane_steps),
+                    problem=problem.replace(**{axis: size}),
+                    grid=points,
+                    starts=("small",),
+                    seeds=tuple(range(spec.plane_seeds)),
+                )
+    order = ("sgld", "ladder", "adam", "jump", "width", "exact", "plane")
+    return dict(sorted(found.items(), key=lambda item: order.index(item[0].partition("-")[0])))

@@ -18,6 +18,9 @@ kind = "theory"
 [[method]]
 kind = "adam"
 steps = 4000
+
+A method may have problem, grid, starts and seeds of its own: fields of its problem are laid over those of the file, the others
+stand in their place.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
-from pydantic import Field
+import tomli_w
+from pydantic import Field, field_validator
 
 from copyhead.model.network import Network, Start
 from copyhead.problem import PRESETS, Problem, ProblemError
@@ -39,37 +43,79 @@ from copyhead.record import Record
 # Longest axis, and number of cells, that a study may have: beyond, a mistyped count is likelier than a wish.
 MOST_VALUES, MOST_CELLS = 1_000_000, 100_000_000
 STARTS: tuple[Start, ...] = get_args(Start)
+# Seed of what has none: expected moments in place of a data set.
+EXPECTED = -1
+# Fields of a study that a method may have of its own.
+SHARED = ("problem", "grid", "starts", "seeds")
 # Fields of which a range or a geometric axis takes whole numbers.
 INTEGERS = ("length", "vocab", "heads", "head_dimension", "sequences")
 AXIS = "{ range = [first, last, step] } or { geometric = [first, last, count] }"
 
 
-class Theory(Record):
+class _Kind(Record):
+    """What a method needs. seeded: data sets. started: a start. at_P: "must", "may" or "never" be given P."""
+
+    seeded: ClassVar[bool] = True
+    started: ClassVar[bool] = True
+    at_P: ClassVar[Literal["must", "may", "never"]] = "must"
+
+
+class Theory(_Kind):
     """Order parameters at P of the branch of each start on expected moments, verdict and places. Without P: places only."""
 
     kind: Literal["theory"] = "theory"
     seeded: ClassVar[bool] = False
+    at_P: ClassVar[Literal["must", "may", "never"]] = "may"
 
 
-class Exact(Record):
+class Exact(_Kind):
     """The minimum of S over all logits on each data set, from the branch of each start."""
 
     kind: Literal["exact"] = "exact"
-    seeded: ClassVar[bool] = True
 
 
-class Adam(Record):
-    """Training with Adam."""
-
-    kind: Literal["adam"] = "adam"
+class _Training(_Kind):
     steps: int = Field(default=4000, ge=100, le=10_000_000, description="updates of one training run")
     rate: float = Field(default=0.03, gt=0, lt=1, description="learning rate of Adam at the start")
     network: Network = Field(default_factory=Network, description="a table of the fields of Network")
     batch: int | None = Field(default=None, ge=1, description="sequences in one step's gradient; not given: all of them")
-    seeded: ClassVar[bool] = True
 
 
-class Langevin(Record):
+class Adam(_Training):
+    """Training with Adam."""
+
+    kind: Literal["adam"] = "adam"
+
+
+class Jump(_Training):
+    """The P at which training with Adam from each start changes branch, for each data set, by repeated section."""
+
+    kind: Literal["jump"] = "jump"
+    sections: int = Field(default=12, ge=1, le=100, description="values of P tried at a time inside every bracket")
+    bracket: tuple[int, int] | None = Field(
+        default=None, description="P between which the jump is looked for; not given: around the window of the theory"
+    )
+    at_P: ClassVar[Literal["must", "may", "never"]] = "never"
+
+    @field_validator("bracket")
+    @classmethod
+    def _ascending(cls, bracket: tuple[int, int] | None) -> tuple[int, int] | None:
+        if bracket is not None and not 1 <= bracket[0] < bracket[1]:
+            raise ValueError("must be two ascending integers >= 1")
+        return bracket
+
+
+class Ladder(_Kind):
+    """F(aG), branch weights and P* at the chi of the problem, from ladders of biased chains at P; seed -1: expected moments."""
+
+    kind: Literal["ladder"] = "ladder"
+    warmup: int = Field(default=150, ge=0, le=1_000_000, description="trajectories before the first draw")
+    draws: int = Field(default=120, ge=50, le=1_000_000, description="draws of each window of a ladder")
+    repeats: int = Field(default=4, ge=4, le=100, multiple_of=2, description="independent ladders, half from either start")
+    started: ClassVar[bool] = False
+
+
+class Langevin(_Kind):
     """Sampling with SGLD at the chi of the problem; one chain is a cell."""
 
     kind: Literal["sgld"] = "sgld"
@@ -78,20 +124,19 @@ class Langevin(Record):
     thin: int = Field(default=50, ge=1, le=100_000, description="steps from one draw to the next")
     network: Network = Field(default_factory=Network, description="a table of the fields of Network")
     batch: int | None = Field(default=None, ge=1, description="sequences in one step's gradient; not given: all of them")
-    seeded: ClassVar[bool] = True
+    trace: bool = Field(default=False, description="whether every draw is kept, beside means and errors")
 
 
-Method = Theory | Exact | Adam | Langevin
-KINDS: dict[str, type[Method]] = {str(kind.model_fields["kind"].default): kind for kind in (Theory, Exact, Adam, Langevin)}
+Method = Theory | Exact | Adam | Langevin | Jump | Ladder
+KINDS: dict[str, type[Method]] = {str(kind.model_fields["kind"].default): kind for kind in get_args(Method)}
 
 
-class Study(Record):
-    """A validated study; `text` is the file that it was read from."""
+class Block(Record):
+    """One method with the grid, the starts and the data sets that it is run on."""
 
-    title: str = Field(default="", description="a line of text")
+    method: Method = Field(description="a table [[method]]")
     problem: Problem = Field(description="fields of Problem, and preset")
     grid: dict[str, tuple[Any, ...]] = Field(default_factory=dict, description="values of fields of Problem")
-    methods: tuple[Method, ...] = Field(min_length=1, description="one or more tables [[method]]")
     starts: tuple[Start, ...] = Field(default=STARTS, min_length=1, description=f"different ones of {', '.join(STARTS)}")
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1, description="a number of data sets, or a list of integers >= 0")
 
@@ -112,14 +157,48 @@ class Study(Record):
 
     @property
     def sequences(self) -> tuple[float | None, ...]:
-        """Values of P; (None,) if there are none."""
-        return self.grid.get("sequences", (self.problem.sequences,))
+        """Values of P; (None,) if there are none, or the method looks for them itself."""
+        return (None,) if self.method.at_P == "never" else self.grid.get("sequences", (self.problem.sequences,))
 
     @property
     def planned(self) -> int:
         """Number of cells."""
-        points = math.prod(len(values) for values in self.grid.values())
-        return sum(points * len(self.starts) * (len(self.seeds) if method.seeded else 1) for method in self.methods)
+        points = math.prod(len(values) for name, values in self.grid.items() if name != "sequences") * len(self.sequences)
+        return points * (len(self.starts) if self.method.started else 1) * (len(self.seeds) if self.method.seeded else 1)
+
+    def to_toml(self) -> dict[str, Any]:
+        """The table [[method]] that this block is read from."""
+        method = self.method.model_dump(mode="json", exclude_none=True)
+        problem = self.problem.model_dump(mode="json", exclude_none=True)
+        grid = {name: list(values) for name, values in self.grid.items()}
+        return {**method, "starts": list(self.starts), "seeds": list(self.seeds), "problem": problem, "grid": grid}
+
+
+class Study(Record):
+    """A validated study: one block for each method of the file."""
+
+    title: str = Field(default="", description="a line of text")
+    blocks: tuple[Block, ...] = Field(min_length=1, description="one or more tables [[method]]")
+
+    @property
+    def planned(self) -> int:
+        """Number of cells."""
+        return sum(block.planned for block in self.blocks)
+
+    @property
+    def axes(self) -> dict[str, list[Any]]:
+        """Fields of Problem, but P, with the values that they take, where these are more than one."""
+        found: dict[str, list[Any]] = {}
+        for name in Problem.model_fields:
+            values = [v for b in self.blocks for v in b.grid.get(name, (getattr(b.problem, name),))]
+            distinct = list({repr(value): value for value in values}.values())
+            if name != "sequences" and len(distinct) > 1:
+                found[name] = distinct
+        return found
+
+    def to_toml(self) -> str:
+        """A study file that this study is read from."""
+        return tomli_w.dumps({"title": self.title, "method": [block.to_toml() for block in self.blocks]})
 
 
 def read(path: str | Path) -> Study:
@@ -168,75 +247,90 @@ class _Reader:
             raise self.refused((*place, field) if field in fields else place, error) from None
 
     def study(self, found: dict[str, Any]) -> Study:
-        known = ("title", "problem", "grid", "method", "starts", "seeds")
+        known = ("title", "method", *SHARED)
         for key in found:
             if key not in known:
                 raise self.refused((key,), f"no such field; fields are {', '.join(known)}")
-        grid = self.grid(found.get("grid", {}))
-        fields = {
-            "problem": self.problem(found.get("problem", {})),
-            "grid": grid,
-            "methods": self.methods(found.get("method")),
-            **{key: found[key] for key in ("title", "starts") if key in found},
-            **({"seeds": self.seeds(found["seeds"])} if "seeds" in found else {}),
-        }
-        if len(set(map(str, found.get("starts", [])))) < len(found.get("starts", [])):
-            raise self.refused(("starts",), f"{found['starts']!r}: must not repeat")
+        tables = found.get("method")
+        if not isinstance(tables, list) or not tables or not all(isinstance(one, dict) for one in tables):
+            raise self.refused(("method",), "must be one or more tables [[method]] with a kind")
+        shared = self.shared(found, ())
+        blocks: list[Block] = []
+        for number, fields in enumerate(tables):
+            blocks.append(self.block(fields, ("method", number), found, shared))
+            if blocks[-1] in blocks[:-1]:
+                raise self.refused(("method", number, "kind"), "is the same as an earlier method")
         try:
-            study = Study(**fields)
+            study = Study(blocks=tuple(blocks), **{key: found[key] for key in ("title",) if key in found})
         except ProblemError as error:
             raise self.refused((re.split(r"[ :]", str(error), maxsplit=1)[0],), error) from None
         if study.planned > MOST_CELLS:
             raise self.refused(("grid",), f"makes {study.planned} cells; must be at most {MOST_CELLS}")
-        for method in study.methods:
-            if None in study.sequences and method.kind != "theory":
-                raise self.refused(("grid",), f"sequences: must be given, here or in problem, with method = {method.kind!r}")
         return study
 
-    def problem(self, fields: Any) -> Problem:
-        if isinstance(fields, dict):
-            preset, rest = fields.get("preset", "paper"), {k: v for k, v in fields.items() if k != "preset"}
-            if preset not in PRESETS:
-                raise self.refused(("problem", "preset"), f"{preset!r}: must be one of {', '.join(sorted(PRESETS))}")
-            return self.record(lambda **given: Problem.preset(preset, **given), rest, ("problem",))
-        raise self.refused(("problem",), "must be a table of named fields")
+    def shared(self, fields: dict[str, Any], place: tuple[str | int, ...], under: Any = None) -> dict[str, Any]:
+        """Problem, grid, starts and seeds, as far as they are given; fields of the problem are laid over those of `under`."""
+        found: dict[str, Any] = {}
+        if "problem" in fields or not place:
+            found["problem"] = self.problem(fields.get("problem", {}), (*place, "problem"), under or {})
+        if "grid" in fields:
+            found["grid"] = self.grid(fields["grid"], (*place, "grid"))
+        if "starts" in fields:
+            starts = fields["starts"]
+            if not isinstance(starts, list) or not starts or any(one not in STARTS for one in starts):
+                raise self.refused((*place, "starts"), f"{starts!r}: must be a list of {', '.join(STARTS)}")
+            if len(set(starts)) < len(starts):
+                raise self.refused((*place, "starts"), f"{starts!r}: must not repeat")
+            found["starts"] = tuple(starts)
+        if "seeds" in fields:
+            least = EXPECTED if fields.get("kind") == "ladder" else 0
+            found["seeds"] = self.seeds(fields["seeds"], (*place, "seeds"), least)
+        return found
 
-    def methods(self, tables: Any) -> tuple[Method, ...]:
-        if not isinstance(tables, list) or not tables or not all(isinstance(one, dict) for one in tables):
-            raise self.refused(("method",), "must be one or more tables [[method]] with a kind")
-        made = []
-        for number, fields in enumerate(tables):
-            place = ("method", number)
-            if fields.get("kind") not in KINDS:
-                raise self.refused((*place, "kind"), f"{fields.get('kind')!r}: must be one of {', '.join(KINDS)}")
-            kind = KINDS[fields["kind"]]
-            if "network" in fields and "network" in kind.model_fields:
-                fields = {**fields, "network": self.record(Network, fields["network"], (*place, "network"))}
-            made.append(self.record(kind, fields, place))
-            if made[-1] in made[:-1]:
-                raise self.refused((*place, "kind"), "is the same as an earlier method")
-        return tuple(made)
+    def block(
+        self, fields: dict[str, Any], place: tuple[str | int, ...], study: dict[str, Any], shared: dict[str, Any]
+    ) -> Block:
+        if fields.get("kind") not in KINDS:
+            raise self.refused((*place, "kind"), f"{fields.get('kind')!r}: must be one of {', '.join(KINDS)}")
+        kind = KINDS[fields["kind"]]
+        own = {name: value for name, value in fields.items() if name not in SHARED}
+        if "network" in own and "network" in kind.model_fields:
+            own["network"] = self.record(Network, own["network"], (*place, "network"))
+        method = self.record(kind, own, place)
+        block = Block(method=method, **{**shared, **self.shared(fields, place, study.get("problem"))})
+        if method.at_P == "must" and None in block.sequences:
+            at = (*place, "grid") if "grid" in fields else ("grid",)
+            raise self.refused(at, f"sequences: must be given, here or in problem, with method = {method.kind!r}")
+        return block
 
-    def seeds(self, value: Any) -> tuple[int, ...]:
+    def problem(self, fields: Any, place: tuple[str | int, ...], under: dict[str, Any]) -> Problem:
+        if not isinstance(fields, dict):
+            raise self.refused(place, "must be a table of named fields")
+        fields = {**under, **fields}
+        preset, rest = fields.get("preset", "paper"), {k: v for k, v in fields.items() if k != "preset"}
+        if preset not in PRESETS:
+            raise self.refused((*place, "preset"), f"{preset!r}: must be one of {', '.join(sorted(PRESETS))}")
+        return self.record(lambda **given: Problem.preset(preset, **given), rest, place)
+
+    def seeds(self, value: Any, place: tuple[str | int, ...], least: int) -> tuple[int, ...]:
         good = (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_VALUES) or (
             isinstance(value, list)
             and value
-            and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value)
+            and all(isinstance(one, int) and not isinstance(one, bool) and one >= least for one in value)
             and len(set(value)) == len(value)
         )
         if not good:
             raise self.refused(
-                ("seeds",), f"{value!r}: must be a number >= 1 of data sets, or a list of different integers >= 0"
+                place, f"{value!r}: must be a number >= 1 of data sets, or a list of different integers >= {least}"
             )
         return tuple(range(value)) if isinstance(value, int) else tuple(value)
 
-    def grid(self, axes: Any) -> dict[str, tuple[Any, ...]]:
+    def grid(self, axes: Any, place: tuple[str | int, ...]) -> dict[str, tuple[Any, ...]]:
         if not isinstance(axes, dict):
-            raise self.refused(("grid",), "must be a table of axes")
-        return {name: self.axis(name, value) for name, value in axes.items()}
+            raise self.refused(place, "must be a table of axes")
+        return {name: self.axis((*place, name), name, value) for name, value in axes.items()}
 
-    def axis(self, name: str, value: Any) -> tuple[Any, ...]:
-        place = ("grid", name)
+    def axis(self, place: tuple[str | int, ...], name: str, value: Any) -> tuple[Any, ...]:
         if name not in Problem.model_fields:
             raise self.refused(place, f"no such field; fields are {', '.join(Problem.model_fields)}")
         values = self.spread(place, value) if isinstance(value, dict) else value

@@ -19,11 +19,6 @@ QUANTITIES = ("c1", "cG", "cI", "cS", "a1", "aG", "loss")
 KEYS = ("method", "settings", "start", "P")
 
 
-def axes_of(study: Study) -> list[str]:
-    """Fields that vary in the grid, but P."""
-    return [name for name, values in study.grid.items() if name != "sequences" and len(values) > 1]
-
-
 def summary(found: xr.Dataset, study: Study) -> list[dict[str, Any]]:
     """One row for each point of the grid, start and method, over data sets.
 
@@ -33,10 +28,10 @@ def summary(found: xr.Dataset, study: Study) -> list[dict[str, Any]]:
     error, which is at least OPTIMISER_ERROR.
     """
     rows = table(found)
-    names = [*axes_of(study), *KEYS]
+    names = [*study.axes, *KEYS]
     shown = [name for name in QUANTITIES if name in rows]
     exact = rows[rows.method == "exact"]
-    partners = {tuple(key): part for key, part in exact.groupby([*axes_of(study), "start", "P", "seed"], dropna=False)}
+    partners = {tuple(key): part for key, part in exact.groupby([*study.axes, "start", "P", "seed"], dropna=False)}
     summarised = []
     for key, part in rows.groupby(names, sort=False, dropna=False):
         kept = part[~part.status.isin([DIVERGED, REFUSED])]
@@ -56,7 +51,7 @@ def summary(found: xr.Dataset, study: Study) -> list[dict[str, Any]]:
             if one["method"] in ("adam", "sgld"):
                 differences = []
                 for _, cell in kept.iterrows():
-                    partner = partners.get((*(cell[axis] for axis in axes_of(study)), cell.start, cell.P, cell.seed))
+                    partner = partners.get((*(cell[axis] for axis in study.axes), cell.start, cell.P, cell.seed))
                     if partner is not None and np.isfinite(partner[name].iloc[0]):
                         differences.append(cell[name] - partner[name].iloc[0])
                 if len(differences) > 1:
@@ -71,7 +66,7 @@ def places(found: xr.Dataset, study: Study) -> list[dict[str, Any]]:
     rows = table(found)
     rows = rows[rows.method == "theory"]
     columns = ["verdict", "first_place", "last_place", "window_low", "window_high", "status"]
-    axes = axes_of(study)
+    axes = list(study.axes)
     if not len(rows) or "first_place" not in rows:
         return []
     if not axes:

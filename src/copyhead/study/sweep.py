@@ -14,7 +14,7 @@ from typing import Any
 import xarray as xr
 
 from copyhead.problem import ProblemError
-from copyhead.study.batch import Needs, batches, git_commit, measured, shape_of
+from copyhead.study.batch import batches, git_commit, needs
 from copyhead.study.cell import Cell, Group, groups
 from copyhead.study.cell_store import CellStore
 from copyhead.study.engine import Engine, run_all
@@ -92,7 +92,7 @@ def run(
         StoreError: if the folder cannot be used, or results cannot be stored.
     """
     engine = engine or Engine()
-    planned = list(groups(study))
+    planned = list(groups(study.blocks))
     _check(planned)
     store = CellStore.create(out)
     with store.writing(text):
@@ -103,7 +103,7 @@ def run(
             budget = (SHARE * _machine_bytes() if memory is None else memory) / engine.workers - WORKER_BYTES
             if budget <= 0:
                 raise ProblemError(f"memory: must be above {WORKER_BYTES / 1e9:g} GB for each of {engine.workers} workers")
-            work = list(batches(waiting, budget, engine.workers, _needs(waiting)))
+            work = list(batches(waiting, budget, engine.workers, needs(waiting)))
             with progress("cells", sum(batch.size for batch in work)) as advance:
                 run_all(work, store.folder, git_commit(), engine, advance)
     return status(out)
@@ -116,17 +116,6 @@ def _check(planned: list[tuple[Group, list[Cell]]]) -> None:
             wrong = next(place for place in places if place != round(place) or place < 1)
             raise ProblemError(f"grid.sequences: {wrong!r}: must be a whole number >= 1 with method = {group.method.kind!r}")
         check(group, max(places, default=0))
-
-
-def _needs(waiting: list[tuple[Group, list[Cell]]]) -> dict[Any, Needs]:
-    """Measured once for each shape, on its group of largest P."""
-    largest: dict[Any, tuple[Group, list[Cell]]] = {}
-    for group, cells in waiting:
-        shape = shape_of(group)
-        place = max(cell.sequences or 0 for cell in cells)
-        if shape not in largest or place > max(cell.sequences or 0 for cell in largest[shape][1]):
-            largest[shape] = group, cells
-    return {shape: measured(*found) for shape, found in largest.items()}
 
 
 def _machine_bytes() -> float:
@@ -145,7 +134,7 @@ def status(folder: Path) -> Status:
     planned: Counter[str] = Counter()
     found: dict[str, Counter[str]] = {}
     wanted = 0
-    for group, cells in groups(study):
+    for group, cells in groups(study.blocks):
         planned[group.method.kind] += len(cells)
         there = Counter(known[cell.identity] for cell in cells if cell.identity in known)
         wanted += there.total()
@@ -168,7 +157,7 @@ def results(folder: Path, everything: bool = False) -> xr.Dataset:
     if everything:
         return store.read()
     study = parse(store.text, str(store.folder / "study.toml"))
-    order = {cell.identity: index for index, cell in enumerate(cell for _, cells in groups(study) for cell in cells)}
+    order = {cell.identity: index for index, cell in enumerate(cell for _, cells in groups(study.blocks) for cell in cells)}
     found = store.read(set(order))
     ranks = [order[str(name)] for name in found.identity.values]
     placed = found.isel(cell=sorted(range(len(ranks)), key=ranks.__getitem__))

@@ -8,10 +8,11 @@ import numpy as np
 from jaxtyping import Float
 
 from copyhead.experiment.diagnostics import over_seeds
-from copyhead.study.curves import branch_state, kept, signed
+from copyhead.study.branch import branch_state, signed
+from copyhead.study.curves import kept
 from copyhead.study.exact import exact_minima
-from copyhead.study.spec import Part, Reproduction
-from copyhead.study.store import Store
+from copyhead.study.results import Results
+from copyhead.study.spec import Reproduction
 from copyhead.theory.content import ContentOrderParameters
 from copyhead.theory.finite_width import finite_width
 from copyhead.theory.transition import phases
@@ -54,37 +55,40 @@ class Departure(NamedTuple):
         ]
 
 
-def departures(spec: Reproduction, work: list[Part], store: Store) -> dict[str, Departure]:
+def departures(spec: Reproduction, found: Results) -> dict[str, Departure]:
     """The departure of each attention from the kernel limit; empty if widths were not part of the run."""
     return {
-        attention: _departure(spec, own, store)
+        attention: _departure(spec, attention, found)
         for attention in spec.attentions
-        if (own := [part for part in work if part.method == "width" and part.problem.attention == attention])
+        if any(name.startswith(f"width-{attention}-") for name in found.blocks)
     }
 
 
-def _departure(spec: Reproduction, own: list[Part], store: Store) -> Departure:
-    own = sorted(own, key=lambda part: part.arguments["width"])
-    problem, places, seeds = own[0].problem, own[0].arguments["sequences"], own[0].arguments["seeds"]
+def _departure(spec: Reproduction, attention: str, results: Results) -> Departure:
+    own = {
+        (width, variance): f"width-{attention}-{width}-{variance:g}"
+        for width in spec.widths
+        for variance in spec.width_variances
+    }
+    block = results.blocks[next(iter(own.values()))]
+    problem, places, seeds = block.problem, [round(place or 0) for place in block.sequences], list(block.seeds)
     found = phases(problem, reach=places)
     exact = exact_minima(problem, places, seeds, ("copy",)).isel(start=0)
     states = [branch_state(found, place, "copy").order_parameters for place in places]
     limit = np.array([[float(value) for value in state] for state in states])
-    shape = len(own), len(places), len(QUANTITIES)
+    shape = len(spec.widths), len(places), len(QUANTITIES)
     measured, error, theory = ({variance: np.full(shape, np.nan) for variance in spec.width_variances} for _ in range(3))
-    for row, part in enumerate(own):
-        trained = signed(kept(store.read(part.name)), problem.attention)
+    for row, width in enumerate(spec.widths):
         for variance in spec.width_variances:
+            trained = signed(kept(results[own[width, variance]][[*QUANTITIES, "overlap", "diverged"]]), attention).isel(start=0)
             for index, quantity in enumerate(QUANTITIES):
-                difference = (
-                    (trained[quantity].sel(embedding_variance=variance) - exact[quantity]).transpose("P", "seed").values
-                )
+                difference = (trained[quantity] - exact[quantity]).transpose("P", "seed").values
                 estimates = [over_seeds(values[np.isfinite(values)]) for values in difference]
                 measured[variance][row, :, index] = [estimate.mean for estimate in estimates]
                 error[variance][row, :, index] = [estimate.error for estimate in estimates]
             for column, (place, state) in enumerate(zip(places, states, strict=True)):
                 assert isinstance(state, ContentOrderParameters)
-                moved = finite_width(problem.replace(sequences=place), part.arguments["width"], variance, state)
+                moved = finite_width(problem.replace(sequences=place), width, variance, state)
                 if moved.converged:
                     theory[variance][row, column] = np.array(moved.order_parameters) - limit[column]
-    return Departure([part.arguments["width"] for part in own], places, measured, error, theory, limit)
+    return Departure(list(spec.widths), places, measured, error, theory, limit)
