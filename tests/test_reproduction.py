@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from copyhead.study.scaling import scaling
 from copyhead.study.spec import Reproduction, study
 from copyhead.study.study_file import read
 from copyhead.study.sweep import results, status
+from copyhead.study_report import report
 from test_cli import run
 from test_study_sweep import command, wait_until, workers
 
@@ -64,6 +66,20 @@ def test_report_is_self_contained(whole):
     assert page.count("data:image/png;base64,") == len(list((folder / "figures").glob("*.png"))) == 8
     assert len(list((folder / "figures").glob("*.svg"))) == 8
     assert "nan" not in re.sub(r"base64,[^\"]*", "", page).lower().replace("dominan", "")
+
+
+@pytest.mark.slow
+def test_report_of_its_cells_is_beside_its_own(whole, tmp_path):
+    folder = shutil.copytree(whole[0], tmp_path / "run")
+    before = (folder / "report.html").read_bytes()
+    page = report(folder)
+    assert page.name == "cells.html"
+    assert (folder / "report.html").read_bytes() == before
+    with (folder / "summary.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    ladders = [float(row["P_star"]) for row in rows if row["method"] == "ladder"]
+    assert ladders
+    assert all(place > 0 for place in ladders)
 
 
 @pytest.mark.slow

@@ -168,6 +168,25 @@ def test_report_has_tables_and_figures(whole):
     assert (trained.ok == 3).all()
 
 
+def test_report_of_a_study_of_jumps(tmp_path):
+    text = """seeds = 2
+[problem]
+length = 32
+[[method]]
+kind = "jump"
+steps = 3000
+sections = 8
+"""
+    run_study(parse(text), text, tmp_path, engine=Engine(1))
+    assert report(tmp_path).name == "report.html"
+    cells, summarised = rows(tmp_path), pd.read_csv(tmp_path / "summary.csv").set_index("start")
+    assert set(cells.status) == {"ok"}
+    for start, own in cells.groupby("start"):
+        assert summarised.loc[start].jump == pytest.approx((own.low + 0.5).mean())
+        assert summarised.loc[start].jump_error == pytest.approx(own.low.std() / 2**0.5)
+    assert summarised.loc["copy"].jump < summarised.loc["small"].jump
+
+
 def test_results_do_not_depend_on_batches_and_workers(whole, tmp_path, monkeypatch):
     from copyhead.study import batch
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -354,8 +357,17 @@ for command in (study_commands.run, study_commands.status, study_commands.report
 INTERRUPTED = 130
 
 
+def _repeat_interrupt(lost: Any) -> None:
+    """An interrupt that falls into a callback of the garbage collector (JAX has one) would be printed and forgotten."""
+    if isinstance(lost.exc_value, KeyboardInterrupt):
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(lost)
+
+
 def main() -> None:
     """Entry point: every expected error is one line on stderr; 2 for bad input, 130 for an interrupt."""
+    sys.unraisablehook = _repeat_interrupt
     usage_error: Any = typer.BadParameter.__base__  # UsageError of the parser, which typer does not export
     try:
         code = app(standalone_mode=False)
@@ -370,4 +382,8 @@ def main() -> None:
         studies = sys.argv[1] in ("reproduce", "run")
         kept = "; finished batches are kept, the same command goes on from there" if studies else ""
         print(f"copyhead: interrupted{kept}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # threads of JAX that still compile can crash an orderly exit; nothing is left to be closed
+        os._exit(code)
     sys.exit(code)

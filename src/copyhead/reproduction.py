@@ -27,7 +27,7 @@ from copyhead.study.cell_store import CellStore, write_text
 from copyhead.study.curves import Measured, gather, lost_runs
 from copyhead.study.diagram import Axis, Diagram, diagram
 from copyhead.study.engine import Engine
-from copyhead.study.places import transition_table
+from copyhead.study.places import TRANSITIONS, transition_table
 from copyhead.study.results import Results
 from copyhead.study.scaling import Scaling, scaling
 from copyhead.study.spec import Reproduction, plane_axes, settings_for, study
@@ -126,7 +126,7 @@ def reproduce(
         agreements = compare.agreement(rows)
         lost = lost_runs(results)
         write_text(folder / "grid.csv", compare.to_csv(rows))
-        write_text(folder / "transitions.json", json.dumps(transitions, indent=2))
+        write_text(folder / TRANSITIONS, json.dumps(transitions, indent=2))
         beyond = bool(spec.problem.beyond)  # then the claims of the paper are not in question
         growth = None if beyond else scaling(spec.problem)
         advance(0.3)

@@ -1,4 +1,4 @@
-"""The report of a study: summary.csv, figures and report.html in its folder."""
+"""The report of a study: summary.csv, figures and report.html (of a reproduction cells.html) in its folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from copyhead.report import html, study_figures
 from copyhead.report.style import save
 from copyhead.study.cell_store import write_text
 from copyhead.study.compare import to_csv
+from copyhead.study.places import TRANSITIONS
 from copyhead.study.study_file import Study, parse
 from copyhead.study.summary import places, summary
 from copyhead.study.sweep import results, status
@@ -55,7 +56,8 @@ def report(folder: Path) -> Path:
         text=found.attrs["study"],
         made=[(name, ", ".join(dict.fromkeys(map(str, found[name].values)))) for name in ("versions", "commit", "device")],
     )
-    return write_text(folder / "report.html", page)
+    # a reproduction has a report.html of its own
+    return write_text(folder / ("cells.html" if (folder / TRANSITIONS).exists() else "report.html"), page)
 
 
 def _figures(rows: list[dict[str, Any]], where: list[dict[str, Any]], study: Study) -> tuple[list[tuple[str, str, Any]], int]:

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from copyhead.problem import ProblemError
 from copyhead.theory.front import Front
@@ -66,6 +67,14 @@ def save(figure: Figure, *paths: Path) -> None:
                 figure.savefig(path, dpi=150, metadata=metadata)
             except OSError as error:
                 raise ProblemError(f"out = {str(path)!r}: cannot be written ({error.strerror})") from None
+
+
+def log_ticks(panel: Axes) -> None:
+    """P on a logarithmic axis with plain numbers at 1, 2 and 5 of each decade."""
+    panel.set_xscale("log")
+    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.xaxis.set_major_formatter(ScalarFormatter())
+    panel.xaxis.set_minor_locator(NullLocator())
 
 
 def draw_minima(axes: Axes, found: Solution, quantity: str, low: float, high: float) -> None:

@@ -223,11 +223,12 @@ def export(found: xr.Dataset, path: Path, kind: str) -> None:
 
 
 def table(found: xr.Dataset) -> Any:
-    """One row for each cell as a pandas table: labels first, then results, then how they were made."""
+    """One row for each cell as a pandas table: labels first, then results, then how they were made; no draws or curves."""
     from copyhead.study.batch import LABELS, MADE
     from copyhead.study.methods import MEANINGS, STATE
 
-    rows = flattened(found).to_dataframe().reset_index(drop=True)
+    flat = flattened(found)
+    rows = flat.drop_dims([dim for dim in flat.dims if dim != "cell"]).to_dataframe().reset_index(drop=True)
     order = [*LABELS, *MEANINGS]
     last = [*STATE, *MADE]
 

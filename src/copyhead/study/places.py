@@ -16,6 +16,9 @@ from copyhead.study.spec import Reproduction
 from copyhead.study.study_file import EXPECTED
 from copyhead.theory.leading_order import leading_order
 
+# File of the table in the folder of a reproduction.
+TRANSITIONS = "transitions.json"
+
 # Transitions that have rows in the table beyond the paper's task: of a front of rows, each of which jumps, the last ones.
 MOST_PLACES = 4
 

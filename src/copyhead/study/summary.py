@@ -14,7 +14,7 @@ from copyhead.study.methods import DIVERGED, OK, REFUSED
 from copyhead.study.study_file import Study
 
 # What is summarised, where there is such a column.
-QUANTITIES = ("c1", "cG", "cI", "cS", "a1", "aG", "loss")
+QUANTITIES = ("c1", "cG", "cI", "cS", "a1", "aG", "loss", "jump", "P_star", "log_ratio")
 # What tells one theory or experiment from another, beside the axes of the grid.
 KEYS = ("method", "settings", "start", "P")
 
@@ -25,9 +25,11 @@ def summary(found: xr.Dataset, study: Study) -> list[dict[str, Any]]:
     n: cells. ok, not_converged, diverged, refused: how many of them ended so. Each quantity: mean over the cells that were not
     lost, and its standard error (scatter over data sets; for one chain its Monte Carlo error). For trained and sampled cells
     z_<quantity> is the mean difference to the exact minimum on the same data set (where the study has one) over its standard
-    error, which is at least OPTIMISER_ERROR.
+    error, which is at least OPTIMISER_ERROR. jump: the middle between the last P before it and the first after it.
     """
     rows = table(found)
+    if "low" in rows:
+        rows["jump"] = (rows.low + rows.high) / 2
     names = [*study.axes, *KEYS]
     shown = [name for name in QUANTITIES if name in rows]
     exact = rows[rows.method == "exact"]
