@@ -56,7 +56,8 @@ def order_parameters(results: Measured, spec: Reproduction) -> Figure:
                 label = rf"SGLD $\chi$ = {spec.problem.chi * factor:g}, {start} start"
                 _dots(panel, data, quantity, start, marker, colour, label, filled=True, size=SIZES[start] - 2)
         if high > 50 * low:  # pooling of linear attention that reads tokens is far below copying
-            log_ticks(panel)
+            panel.set_xscale("log")
+            log_ticks(panel.xaxis)
     legend = axes.flat[-1]
     legend.axis("off")
     handles, labels = axes.flat[0].get_legend_handles_labels()
@@ -185,10 +186,10 @@ def loss_maps(maps: dict[tuple[str, str], Any], lines: dict[tuple[str, str], Dia
         for name, values in drawn.lines.items():
             colour, style, label = styles[name]
             panel.plot(values, drawn.y.values, color=colour, ls=style, lw=1.5, label=label)
-        panel.set(yscale="log", xlabel="training sequences $P$", ylabel="$L$" if axis == "length" else "$V$")
+        panel.set(xscale="log", yscale="log", xlabel="training sequences $P$", ylabel="$L$" if axis == "length" else "$V$")
         ticks = data[axis].values
         panel.set_yticks(ticks, [str(tick) for tick in ticks])
-        log_ticks(panel)
+        log_ticks(panel.xaxis)
         panel.yaxis.set_minor_locator(NullLocator())
         panel.set(xlim=(data.P.values[0] * 0.95, data.P.values[-1] * 1.05), title=f"{attention}: Adam from the small start")
         figure.colorbar(mesh, ax=panel, label="loss per token")

@@ -58,7 +58,8 @@ def curves(rows: list[dict[str, Any]], places: dict[str, Any] | None) -> Figure 
                 )
         spans = [row["P"] for row in rows if np.isfinite(row["P"])]
         if max(spans) > 8 * min(spans):
-            log_ticks(panel)
+            panel.set_xscale("log")
+            log_ticks(panel.xaxis)
         panel.set(xlabel="training sequences $P$", ylabel=NAMES[quantity])
     shown = dict(zip(*reversed(axes.flat[0].get_legend_handles_labels()), strict=True))
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, fontsize=7)
@@ -93,4 +94,6 @@ def places_over(found: list[dict[str, Any]], axis: str, others: list[str]) -> Fi
     panel.set(xlabel=axis, ylabel="P of the last transition (shaded: coexistence)", xscale="log", yscale="log")
     if len(lines) <= 12:
         panel.legend(fontsize=7)
+    log_ticks(panel.xaxis)
+    log_ticks(panel.yaxis)
     return figure

@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
@@ -69,12 +70,11 @@ def save(figure: Figure, *paths: Path) -> None:
                 raise ProblemError(f"out = {str(path)!r}: cannot be written ({error.strerror})") from None
 
 
-def log_ticks(panel: Axes) -> None:
-    """P on a logarithmic axis with plain numbers at 1, 2 and 5 of each decade."""
-    panel.set_xscale("log")
-    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    panel.xaxis.set_major_formatter(ScalarFormatter())
-    panel.xaxis.set_minor_locator(NullLocator())
+def log_ticks(axis: Axis) -> None:
+    """Plain numbers at 1, 2 and 5 of each decade of a logarithmic axis."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(ScalarFormatter())
+    axis.set_minor_locator(NullLocator())
 
 
 def draw_minima(axes: Axes, found: Solution, quantity: str, low: float, high: float) -> None:

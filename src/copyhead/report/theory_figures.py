@@ -10,15 +10,19 @@ from typing import Any
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
 from copyhead.problem import Problem
-from copyhead.report.style import BLACK, BLUE, GREEN, GREY, ORANGE, RED, draw_minima, panels, quantities
+from copyhead.report.style import BLACK, BLUE, GREEN, GREY, ORANGE, RED, draw_minima, log_ticks, panels, quantities
 from copyhead.study.diagram import Diagram
 from copyhead.study.scaling import Scaling
 from copyhead.theory.action import at, reduced_action, row_entries
 from copyhead.theory.precursors import Approach
 from copyhead.theory.solution import Solution
 from copyhead.theory.transition import Phases
+
+# Most values of an axis that each get a tick.
+MOST_TICKS = 8
 
 
 def theory_curves(found: Solution, problem: Problem) -> Figure:
@@ -169,7 +173,8 @@ def phase_diagram(found: Diagram) -> Figure:
     figure.colorbar(mesh, ax=panel, label="loss per token of the global minimum" if with_p else "$P$ of the transition")
     for (name, line), colour in zip(found.lines.items(), (RED, ORANGE, BLACK, BLUE, GREY, GREEN, BLACK), strict=False):
         pair = (line, found.y.values) if found.x.name == "sequences" else (found.x.values, line)
-        panel.plot(*pair, color=colour, label=name, lw=1.5)
+        if np.isfinite(line).sum() > 1:
+            panel.plot(*pair, color=colour, label=name, lw=1.5)
     if not with_p:
         first = (found.verdicts == "first-order").astype(float)
         if 0 < first.mean() < 1:
@@ -178,6 +183,13 @@ def phase_diagram(found: Diagram) -> Figure:
     scales = ["log" if axis.values[0] > 0 else "linear" for axis in (found.x, found.y)]
     panel.set(xscale=scales[0], yscale=scales[1], xlabel=_label(found.x.name), ylabel=_label(found.y.name))
     panel.set(xlim=(found.x.values[0], found.x.values[-1]), ylim=(found.y.values[0], found.y.values[-1]))
+    for axis, drawn, scale in zip((found.x, found.y), (panel.xaxis, panel.yaxis), scales, strict=True):
+        if scale == "log" and len(axis.values) <= MOST_TICKS:
+            drawn.set_major_locator(FixedLocator(axis.values))
+            drawn.set_major_formatter(ScalarFormatter())
+            drawn.set_minor_locator(NullLocator())
+        elif scale == "log":
+            log_ticks(drawn)
     panel.set_title(f"{found.problem.attention} attention")
     if panel.get_legend_handles_labels()[0]:
         panel.legend(fontsize=8, frameon=True, facecolor="#dddddd")
