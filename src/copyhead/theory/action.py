@@ -16,9 +16,13 @@ from copyhead.problem import Attention, Problem, ProblemError
 from copyhead.theory.content import ContentTask, content_action, content_task
 from copyhead.theory.order_parameters import lift
 from copyhead.theory.posterior import Task, action
+from copyhead.theory.recipe import Recipe, RecipeTask, recipe_action
 from copyhead.theory.symmetric import NoSubspace, SymmetricTask, at_sequences, dimension, symmetric_action, symmetric_task
 
 CopyTask = Task | ContentTask | SymmetricTask
+# What branches are followed of, and the static part that goes with it: the kind of attention, or a recipe.
+AnyTask = CopyTask | RecipeTask
+Kind = Attention | Recipe
 
 
 def copy_task(problem: Problem) -> CopyTask:
@@ -60,20 +64,23 @@ def full_task(problem: Problem, data: moments.Moments) -> Task:
     )
 
 
-def at(task: CopyTask, sequences: float | Float[Array, ""]) -> CopyTask:
+def at(task: AnyTask, sequences: float | Float[Array, ""]) -> AnyTask:
     """The same task with P sequences."""
-    if isinstance(task, ContentTask):
+    if isinstance(task, ContentTask | RecipeTask):
         return task._replace(sequences=sequences)
     if isinstance(task, SymmetricTask):
         return at_sequences(task, sequences)
     return task._replace(moments=task.moments.scaled(sequences))
 
 
-def row_entries(task: CopyTask, kind: Attention) -> Float[np.ndarray, "d"]:
+def row_entries(task: AnyTask, kind: Kind) -> Float[np.ndarray, "d"]:
     """Expected number of entries of a row of G that hold each order parameter: c1 and cG, with content also cI and cS.
 
     Beyond the paper's task only their sum has a meaning: coordinates of equal sign count alike.
+    Of a recipe: its order parameter.
     """
+    if isinstance(task, RecipeTask):
+        return kind.order(task.data)
     if isinstance(task, SymmetricTask):
         return np.ones(dimension(task, kind))
     length = float(task.prior.length)
@@ -82,8 +89,10 @@ def row_entries(task: CopyTask, kind: Attention) -> Float[np.ndarray, "d"]:
     return np.array([length, 1.0])
 
 
-def reduced_action(coordinates: Float[Array, "d"], task: CopyTask, kind: Attention) -> Float[Array, ""]:
+def reduced_action(coordinates: Float[Array, "d"], task: AnyTask, kind: Kind) -> Float[Array, ""]:
     """S at the symmetric logits of the given order parameters (c1, cG)."""
+    if isinstance(task, RecipeTask):
+        return recipe_action(coordinates, task, kind)
     if isinstance(task, ContentTask):
         return content_action(coordinates, task, kind)
     if isinstance(task, SymmetricTask):

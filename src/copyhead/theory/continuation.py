@@ -16,7 +16,7 @@ from copyhead.theory import scalar
 from copyhead.theory.action import row_entries
 from copyhead.theory.saddle_point import Point, System
 
-FIRST_STEP, LARGEST_STEP, SMALLEST_STEP = 0.05, 0.5, 1e-7
+FIRST_STEP, SMALLEST_STEP = 0.05, 1e-7
 # Cosine of the angle between successive tangents: below the first a step is taken again, above the second it may grow.
 SHARPEST_TURN, STRAIGHT = 0.97, 0.995
 # Newton may move a predicted point by this part of the step; a turn of SHARPEST_TURN moves it by half as much.
@@ -63,8 +63,8 @@ class Branch(NamedTuple):
     complete: bool
 
 
-def follow(system: System, start: Point, lower: float, upper: float) -> Branch:
-    """Follows a branch from `start` along its tangent until ln P leaves [lower, upper].
+def follow(system: System, start: Point, lower: float, upper: float, stable: bool = False) -> Branch:
+    """Follows a branch from `start` along its tangent until ln P leaves [lower, upper], or, if `stable`, until it is no minimum.
 
     Near-misses count: where the tangent comes close to a fold between two points, the point closest to it is added, so
     that a pair of folds narrower than the step is not stepped over.
@@ -81,8 +81,10 @@ def follow(system: System, start: Point, lower: float, upper: float) -> Branch:
         if here.lowest > 0 and there.lowest > 0 and here.tangent[-1] * there.tangent[-1] < 0:
             break  # through a pitchfork into the mirror image of the branch just followed
         points.append(there)
+        if stable and there.lowest <= 0:
+            break
         if turn > STRAIGHT:
-            step = min(1.5 * step, LARGEST_STEP)
+            step = min(1.5 * step, system.stride)
     points = _insert_near_folds(system, points)
     for here, there in pairwise(points):
         if (here.lowest > 0) != (there.lowest > 0):
@@ -127,21 +129,30 @@ def _locate(system: System, here: Point, there: Point) -> Event:
     return Event(kind, point)
 
 
-def switch(system: System, event: Event, lower: float, upper: float) -> Branch | None:
-    """The branch that leaves a pitchfork along the soft direction, towards positive order parameters.
+def switch(
+    system: System, event: Event, lower: float, upper: float, sign: int = 1, stable: bool = False
+) -> Branch | None:
+    """The branch that leaves a pitchfork along the soft direction, towards positive order parameters, or negative ones.
+
+    Args:
+        sign: 1 or -1.
+        stable: as in `follow`.
 
     Returns:
         None if no other branch is found there.
     """
     soft = event.point.soft
-    soft = soft if system.coordinates(soft) @ row_entries(system.task, system.kind) >= 0 else -soft
+    positive = system.coordinates(soft) @ row_entries(system.task, system.kind) >= 0
+    soft = sign * soft if positive else -sign * soft
     normal = np.append(soft, 0.0)
     offset = 1e-3
     guess = np.append(event.point.z + offset * soft, event.point.log_p)
     first = system.correct(guess[None], normal[None], np.array([normal @ guess]))[0]
     if not first.converged or abs(first.log_p - event.point.log_p) > 0.1:
         return None
-    branch = follow(system, first, lower, upper)
+    # away from the pitchfork, whichever way P goes
+    first = first if first.tangent[:-1] @ soft >= 0 else first._replace(tangent=-first.tangent)
+    branch = follow(system, first, lower, upper, stable)
     at_event = event.point._replace(tangent=first.tangent, lowest=0.0)
     return branch._replace(points=(at_event, *branch.points))
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from copyhead.problem import Attention
-from copyhead.theory.action import CopyTask, at, reduced_action, row_entries
+from copyhead.theory.action import AnyTask, Kind, at, reduced_action, row_entries
 from copyhead.theory.descent import descend
+from copyhead.theory.recipe import RecipeTask
 from copyhead.theory.symmetric import SymmetricTask, excess_weights
 
 NEWTON_STEPS = 12
@@ -29,6 +29,8 @@ BATCH = 5
 LARGEST_BATCHED = 8
 # The kernel works on a handful of numbers: optimising it takes XLA half a second and gains nothing.
 QUICK_COMPILATION = {"xla_backend_optimization_level": 0}
+# Longest step along a branch of order parameters, in (z, ln P).
+LARGEST_STEP = 0.5
 # ln P that stands for P = 0 where the action is its prior; exp(-700) is above the smallest normal float64.
 LOG_P_ZERO = -700.0
 
@@ -76,8 +78,8 @@ def _correct(
     offset: Float[Array, ""],
     whitening: Float[Array, "d d"],
     unit: Float[Array, ""],
-    task: CopyTask,
-    kind: Attention,
+    task: AnyTask,
+    kind: Kind,
 ) -> tuple[Float[Array, "d+1"], Float[Array, "d+1 d+1"], Float[Array, "d+1"], Float[Array, ""]]:
     """Newton on [grad_z S / unit = 0, normal . (z, u) = offset]: the solution, bordered Hessian, residual, and S."""
 
@@ -117,7 +119,7 @@ def in_double(leaf: Array) -> np.ndarray:
 
 @partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
 def _value_and_gradient(
-    z: Float[Array, "d"], log_p: float, whitening: Float[Array, "d d"], unit: float, task: CopyTask, kind: Attention
+    z: Float[Array, "d"], log_p: float, whitening: Float[Array, "d d"], unit: float, task: AnyTask, kind: Kind
 ) -> tuple[Float[Array, ""], Float[Array, "d"]]:
     return jax.value_and_grad(lambda z: reduced_action(whitening @ z, at(task, jnp.exp(log_p)), kind) / unit)(z)
 
@@ -130,13 +132,13 @@ class System:
     |z|^2 / 2.
     """
 
-    task: CopyTask
-    kind: Attention
+    task: AnyTask
+    kind: Kind
     whitening: Float[np.ndarray, "d d"]
     unit: float
 
     @classmethod
-    def of(cls, task: CopyTask, kind: Attention) -> System:
+    def of(cls, task: AnyTask, kind: Kind) -> System:
         """Whitens the task; `task` holds the moments of one sequence, or any number: P replaces it."""
         with jax.enable_x64(True):
             task = jax.device_put(jax.tree.map(in_double, task))
@@ -145,6 +147,8 @@ class System:
         along = np.append(np.zeros(dimension), 1.0)
         no_data = bare._solve(along[None] * LOG_P_ZERO, along[None], np.array([LOG_P_ZERO]))
         root = np.linalg.cholesky(no_data[1][0, :-1, :-1])
+        if isinstance(task, RecipeTask):
+            return cls(task, kind, np.linalg.inv(root.T), 1.0)
         # The size of z is set by what the data ask of the logits: order one for softmax, and (tau_p^2 g_W / g_O)^(1/4) for
         # linear attention, where only the product of G and W matters. On the scale of a wide prior the curve is a needle.
         widths = task.prior.position_scale**2 * task.prior.logit_variance / task.prior.output_variance
@@ -157,6 +161,11 @@ class System:
     @property
     def dimension(self) -> int:
         return self.whitening.shape[0]
+
+    @property
+    def stride(self) -> float:
+        """Longest step along a branch: the weights of a recipe are all there, and |z| is larger than that of order parameters."""
+        return 4 * LARGEST_STEP if isinstance(self.task, RecipeTask) else LARGEST_STEP
 
     def _solve(self, vectors: np.ndarray, normals: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, ...]:
         """_correct on BATCH systems at a time: one compilation, and a batch costs hardly more than one system."""
@@ -232,6 +241,8 @@ class System:
 
         Beyond the paper's task its mean over heads of softmax, and that of the first head of linear attention.
         """
+        if isinstance(self.task, RecipeTask):
+            return row_entries(self.task, self.kind)
         if not isinstance(self.task, SymmetricTask):
             return np.eye(self.dimension)[1]
         return excess_weights(self.task, self.kind)

@@ -35,11 +35,11 @@ def search_disconnected(system: System, branches: list[Branch], pieces: list[Seg
         # The row sums of A can also have the other sign than the copy entries: start there from the minima that are known.
         opposite = [np.append(factor * z[:1], z[1:]) for z in known if linear for factor in (-1.0, -0.6)]
         for point in system.at_fixed_p(np.array([*grid, *opposite]), log_p):
-            if not point.converged or point.lowest <= 0 or _is_known(point.z, known, mirrored):
+            if not point.converged or point.lowest <= 0 or is_known(point.z, known, mirrored):
                 continue
             if linear and system.coordinates(point.z)[1] < 0:
                 point = _mirrored(point)
-            pieces += _both_ways(system, point, branches, lower, upper)
+            pieces += both_ways(system, point, branches, lower, upper)
             known.append(point.z)
 
 
@@ -59,12 +59,12 @@ def _search_symmetric(
         ]
         for start in begin:
             place = canonical(system.descend(start, log_p), system.order, task, system.kind)
-            if _is_known(place, known, (1,), 1e-2):
+            if is_known(place, known, (1,), 1e-2):
                 continue
             (point,) = system.at_fixed_p(place[None], log_p)
-            if not point.converged or point.lowest <= 0 or _is_known(point.z, known, (1,)):
+            if not point.converged or point.lowest <= 0 or is_known(point.z, known, (1,)):
                 continue
-            pieces += _both_ways(system, point, branches, lower, upper)
+            pieces += both_ways(system, point, branches, lower, upper)
             _keep_one_of_each(system, task, pieces)
             known.append(canonical(point.z, system.order, task, system.kind))
 
@@ -77,12 +77,13 @@ def _keep_one_of_each(system: System, task: SymmetricTask, pieces: list[Segment]
         here = minimum_on(system, piece, middle)
         others = [found for other in kept if (found := minimum_on(system, other, middle))]
         known = [canonical(found.z, system.order, task, system.kind) for found in others]
-        if here is None or not _is_known(canonical(here.z, system.order, task, system.kind), known, (1,)):
+        if here is None or not is_known(canonical(here.z, system.order, task, system.kind), known, (1,)):
             kept.append(piece)
     pieces[:] = [piece for piece in pieces if any(piece is other for other in kept)]
 
 
-def _is_known(z: np.ndarray, known: list[np.ndarray], mirrored: tuple[int, ...], tolerance: float = 1e-4) -> bool:
+def is_known(z: np.ndarray, known: list[np.ndarray], mirrored: tuple[int, ...], tolerance: float = 1e-4) -> bool:
+    """Whether a minimum is one of those that are known, or the mirror image of one."""
     # two minima as close as this have a saddle between them within a relative 1e-12 of their action: not resolvable
     return any(np.allclose(sign * z, other, atol=tolerance, rtol=tolerance) for other in known for sign in mirrored)
 
@@ -93,10 +94,16 @@ def _mirrored(point: Point) -> Point:
     return point._replace(z=-point.z, tangent=turned, soft=-point.soft)
 
 
-def _both_ways(system: System, point: Point, branches: list[Branch], lower: float, upper: float) -> list[Segment]:
-    """Follows the branch through `point` in both directions and adds it to `branches`; its stable pieces."""
-    back = follow(system, point._replace(tangent=-point.tangent), lower, upper)
-    ahead = follow(system, point, lower, upper)
+def both_ways(
+    system: System, point: Point, branches: list[Branch], lower: float, upper: float, stable: bool = False
+) -> list[Segment]:
+    """Follows the branch through `point` in both directions and adds it to `branches`; its stable pieces.
+
+    Args:
+        stable: only as far as it is a minimum.
+    """
+    back = follow(system, point._replace(tangent=-point.tangent), lower, upper, stable)
+    ahead = follow(system, point, lower, upper, stable)
     turned = [other._replace(tangent=-other.tangent) for other in reversed(back.points[1:])]
     whole = Branch((*turned, *ahead.points), (*reversed(back.events), *ahead.events), back.complete and ahead.complete)
     branches.append(whole)
