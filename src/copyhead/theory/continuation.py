@@ -129,9 +129,7 @@ def _locate(system: System, here: Point, there: Point) -> Event:
     return Event(kind, point)
 
 
-def switch(
-    system: System, event: Event, lower: float, upper: float, sign: int = 1, stable: bool = False
-) -> Branch | None:
+def switch(system: System, event: Event, lower: float, upper: float, sign: int = 1, stable: bool = False) -> Branch | None:
     """The branch that leaves a pitchfork along the soft direction, towards positive order parameters, or negative ones.
 
     Args:

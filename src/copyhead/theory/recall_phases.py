@@ -5,24 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from copyhead.induction import Induction
-from copyhead.problem import ProblemError
+from copyhead.record import ProblemError
 from copyhead.theory.continuation import Branch, Segment, follow, minimum_on, segments, switch
-from copyhead.theory.recall import Attended, Recall, Weights, recall_task
-from copyhead.theory.saddle_point import Point, System
+from copyhead.theory.recall import Attended, Recall, RecallData, Weights, recall_task
+from copyhead.theory.saddle_point import QUICK_COMPILATION, Point, System
 from copyhead.theory.search import both_ways, is_known
 from copyhead.theory.transition import Minimum, Phases, Transition
 
 # The range of P, in units of `onset`, holds the folds of the induction branch (at 0.3 to 0.7 for L = 6 .. 32) and goes on far
 # above those of all others.
-BELOW, ABOVE = 0.05, 30.0
+BELOW, ABOVE = 0.05, 15.0
 # P, in units of `onset`, at which all starts are tried.
 PLACES = (0.6, 1.3, 3.0, 12.0)
 # |w| below which nothing is attended to: the root of rounding, as for any place of a minimum.
@@ -36,7 +36,7 @@ LONGEST = 40
 class RecallParameters(NamedTuple):
     """beta, w, u; previous: mean attention of layer 1 to the previous token; induction: of layer 2 to the target.
 
-    loss: per sequence. a1, aG stand for no and previous-token attention where a transition asks for them.
+    loss: per sequence.
     """
 
     beta: float
@@ -45,11 +45,6 @@ class RecallParameters(NamedTuple):
     previous: float
     induction: float
     loss: float
-
-    @property
-    def aG(self) -> float:
-        """Copy attention, here of layer 1 to the previous token."""
-        return self.previous
 
 
 class Escape(NamedTuple):
@@ -97,6 +92,20 @@ def onset(problem: Induction) -> float:
     return problem.kappa * (square + math.sqrt(square**2 + 4 * coupling * stiffness)) / (2 * coupling)
 
 
+class Seen(NamedTuple):
+    """A point of the recall task with all that its weights do."""
+
+    weights: Weights
+    attended: Attended
+    loss: Float[np.ndarray, ""]
+
+
+@partial(jax.jit, static_argnames="recipe", compiler_options=QUICK_COMPILATION)
+def _see(coordinates: Float[Array, "d"], data: RecallData, recipe: Recall) -> Seen:
+    weights = recipe.weights(coordinates)
+    return Seen(weights, recipe.attention(weights), recipe.loss(coordinates, data))
+
+
 @dataclass(frozen=True)
 class RecallPhases(Phases):
     """Every minimum that was found over a range of P; see `Phases`."""
@@ -107,28 +116,20 @@ class RecallPhases(Phases):
         assert isinstance(recipe, Recall)
         return recipe.length
 
-    def weights(self, point: Point) -> Weights:
-        """Weights of a point, in float64."""
+    def seen(self, point: Point) -> Seen:
+        """Weights, attention of both layers and loss of a point, in float64."""
         assert isinstance(self.system.kind, Recall)
         with jax.enable_x64(True):
-            return Weights(*map(np.asarray, self.system.kind.weights(self.system.coordinates(point.z))))
-
-    def attended(self, point: Point) -> Attended:
-        """Attention of both layers at a point."""
-        assert isinstance(self.system.kind, Recall)
-        with jax.enable_x64(True):
-            return Attended(*map(np.asarray, self.system.kind.attention(self.weights(point))))
+            found = _see(self.system.coordinates(point.z), self.system.task.data, self.system.kind)
+            return jax.tree.map(np.asarray, found)
 
     def observe(self, point: Point) -> RecallParameters:
         """Order parameters and loss of a point."""
-        weights, attended = self.weights(point), self.attended(point)
-        assert isinstance(self.system.kind, Recall)
+        weights, attended, loss = self.seen(point)
         j = np.arange(self.length - 2)
-        previous = float(np.mean(np.diagonal(attended.first, -1)))
-        with jax.enable_x64(True):
-            loss = float(self.system.kind.loss(self.system.coordinates(point.z), self.system.task.data))
-        hit = float(np.mean(attended.second[j, j + 1]))
-        return RecallParameters(float(weights.beta), float(weights.w), float(weights.u), previous, hit, loss)
+        previous, hit = np.mean(np.diagonal(attended.first, -1)), np.mean(attended.second[j, j + 1])
+        values = (weights.beta, weights.w, weights.u, previous, hit, loss)
+        return RecallParameters(*(float(value) for value in values))
 
     def name(self, point: Point) -> str:
         """Branch of a point."""
@@ -155,7 +156,9 @@ class RecallPhases(Phases):
                 continue
             soft = event.point.soft
             beyond = [
-                self.system.at_fixed_p(self.system.descend(event.point.z + s * soft, piece.upper + 0.02)[None], piece.upper + 0.02)
+                self.system.at_fixed_p(
+                    self.system.descend(event.point.z + s * soft, piece.upper + 0.02)[None], piece.upper + 0.02
+                )
                 for s in (0.1, -0.1)
             ]
             reached = {self.name(points[0]) for points in beyond if points[0].converged and points[0].lowest > 0}

@@ -70,9 +70,8 @@ def _solve_bordered(matrix: Float[Array, "n n"], right: Float[Array, "n"]) -> Fl
     )
 
 
-@partial(jax.jit, static_argnames="kind", compiler_options=QUICK_COMPILATION)
 @partial(jax.vmap, in_axes=(0, 0, 0, None, None, None, None))
-def _correct(
+def _newton(
     vector: Float[Array, "d+1"],
     normal: Float[Array, "d+1"],
     offset: Float[Array, ""],
@@ -109,6 +108,11 @@ def _correct(
     start = (vector, jnp.zeros((size, size)), vector, jnp.zeros(()), jnp.full(size, jnp.inf), 0)
     y, matrix, residual, value, *_ = jax.lax.while_loop(going, step, start)
     return y, matrix, residual, value
+
+
+_correct = jax.jit(_newton, static_argnames="kind", compiler_options=QUICK_COMPILATION)
+# The weights of a recipe are hundreds of numbers: there an optimised kernel takes half the time.
+_correct_recipe = jax.jit(_newton, static_argnames="kind")
 
 
 def in_double(leaf: Array) -> np.ndarray:
@@ -168,13 +172,14 @@ class System:
         return 4 * LARGEST_STEP if isinstance(self.task, RecipeTask) else LARGEST_STEP
 
     def _solve(self, vectors: np.ndarray, normals: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, ...]:
-        """_correct on BATCH systems at a time: one compilation, and a batch costs hardly more than one system."""
+        """_newton on BATCH systems at a time: one compilation, and a batch costs hardly more than one system."""
         count, size = len(vectors), BATCH if self.dimension <= LARGEST_BATCHED else 1
         padded = -(-count // size) * size
         inputs = [np.concatenate([part, np.repeat(part[-1:], padded - count, 0)]) for part in (vectors, normals, offsets)]
         with jax.enable_x64(True):
+            solve = _correct_recipe if isinstance(self.task, RecipeTask) else _correct
             batches = [
-                _correct(
+                solve(
                     *(part[i : i + size] for part in inputs),
                     self.whitening,
                     np.float64(self.unit),
