@@ -13,11 +13,12 @@ ALLOWED = {
     "record": set(),
     "files": {"record"},
     "problem": {"files", "record"},
-    "model": {"files", "problem", "record"},
-    "theory": {"model", "problem", "record"},
-    "experiment": {"model", "problem", "record"},
-    "study": {"files", "theory", "experiment", "model", "problem", "record"},
-    "report": {"study", "theory", "experiment", "model", "problem", "record"},
+    "induction": {"record"},
+    "model": {"files", "induction", "problem", "record"},
+    "theory": {"induction", "model", "problem", "record"},
+    "experiment": {"induction", "model", "problem", "record"},
+    "study": {"files", "theory", "experiment", "induction", "model", "problem", "record"},
+    "report": {"study", "theory", "experiment", "induction", "model", "problem", "record"},
 }
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from copyhead import __version__, study_commands
+from copyhead.induction import Induction
 from copyhead.options import (
     AsJson,
     Memory,
@@ -49,9 +50,9 @@ def _main(version: Annotated[bool, typer.Option("--version", help="print the ver
 
 
 @app.command()
-@with_problem
+@partial(with_problem, tasks=("recall",))
 def predict(
-    problem: Problem,
+    problem: Problem | Induction,
     finite_chi: Annotated[
         bool, typer.Option("--finite-chi", help="also P*, fluctuations, barrier and lifetimes at this chi (some seconds)")
     ] = False,
@@ -78,7 +79,20 @@ def predict(
     - `copyhead predict --finite-chi --chi 15 --at 310`
 
     - `copyhead predict --length 16 --causal --tokens markov:chain.csv --at 200 --all-logits`
+
+    - `copyhead predict --task recall --length 16 --vocab 16 --noise 0.3 --at 2000` (two layers, preset `induction`)
     """
+    if isinstance(problem, Induction):
+        from copyhead.induction_prediction import predict_induction
+
+        for name, asked in (("finite_chi", finite_chi), ("all_logits", all_logits)):
+            if asked:
+                raise ProblemError(
+                    f"{name} = True: must not be given with task = {problem.task!r}; it is known for the copy task"
+                )
+        predicted = predict_induction(problem)
+        typer.echo(json.dumps(predicted.to_dict()) if as_json else repr(predicted))
+        return
     from copyhead.prediction import predict as solve
 
     found = solve(problem, finite_chi, all_logits)

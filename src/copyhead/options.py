@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from copyhead.induction import Induction
 from copyhead.problem import PRESETS, Problem, ProblemError
 
 if TYPE_CHECKING:
@@ -23,21 +24,35 @@ Memory = Annotated[
 Workers = Annotated[int | None, typer.Option(help="worker processes or jobs (default: one for each core)", min=1)]
 Scheduler = Annotated[str | None, typer.Option(help="address of a running Dask scheduler, tcp://HOST:PORT")]
 Slurm = Annotated[Path | None, typer.Option(help="TOML file with the fields of dask_jobqueue.SLURMCluster")]
+# The task of Problem.
+COPY = "copy"
 # Bytes of a unit.
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
-def with_problem(command: Callable[..., None], without: tuple[str, ...] = ()) -> Callable[..., None]:
+def with_problem(
+    command: Callable[..., None], without: tuple[str, ...] = (), tasks: tuple[str, ...] = ()
+) -> Callable[..., None]:
     """Gives a command one option for each field of Problem not in `without`; calls it with the Problem as first argument.
 
     Values are passed on as text, so that a wrong one is answered by Problem: field, value, allowed range.
+
+    Args:
+        tasks: tasks of `Induction` that the command also takes, with an option for each field that only these have.
     """
     parameters = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     options = []
     offered = {name: field for name, field in Problem.model_fields.items() if name not in without}
+    if tasks:
+        offered |= {name: field for name, field in Induction.model_fields.items() if name not in Problem.model_fields}
     for name, field in offered.items():
         kind = next(t for t in (*get_args(field.annotation), field.annotation) if t is not type(None))
         flag = "--at" if name == "sequences" else "--" + name.replace("_", "-")
+        if name == "task":
+            help_text = f"copy (default), or of two layers: {', '.join(tasks)}"
+            annotation = Annotated[str | None, typer.Option(flag, help=help_text, metavar="TASK", rich_help_panel="Problem")]
+            options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+            continue
         default = "" if field.is_required() else f" (default {field.default})" if field.default is not None else ""
         switch = field.annotation is bool
         option = typer.Option(
@@ -62,13 +77,28 @@ def with_problem(command: Callable[..., None], without: tuple[str, ...] = ()) ->
     def wrapped(**given: Any) -> None:
         fields = {name: given.pop(name) for name in offered}
         fields = {name: value for name, value in fields.items() if value is not None}
-        command(_problem(given.pop("preset"), given.pop("config"), fields), **given)
+        preset, config, task = given.pop("preset"), given.pop("config"), fields.pop("task", COPY)
+        if task in tasks:
+            command(_induction(preset, config, {**fields, "task": task}), **given)
+            return
+        if task != COPY:
+            raise ProblemError(f"task = {task!r}: must be one of {', '.join((COPY, *tasks))}")
+        for name in fields:
+            if name not in Problem.model_fields:
+                raise ProblemError(f"{name} = {fields[name]}: needs --task {' or '.join(tasks)}")
+        command(_problem(preset, config, fields), **given)
 
     own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     wrapped.__signature__ = inspect.Signature([*options, *own])  # type: ignore[attr-defined]
     wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in (*options, *own)}
     wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
     return wrapped
+
+
+def _induction(preset: str | None, config: Path | None, fields: dict[str, Any]) -> Induction:
+    if config is not None:
+        raise ProblemError(f"config = {str(config)!r}: must not be given with task = {fields['task']!r}")
+    return Induction.preset(preset or "induction", **fields)
 
 
 def _problem(preset: str | None, config: Path | None, fields: dict[str, Any]) -> Problem:

@@ -18,6 +18,7 @@ from copyhead.study.diagram import Diagram
 from copyhead.study.scaling import Scaling
 from copyhead.theory.action import at, reduced_action, row_entries
 from copyhead.theory.precursors import Approach
+from copyhead.theory.recipe import RecipeTask
 from copyhead.theory.solution import Solution
 from copyhead.theory.transition import Phases
 
@@ -45,6 +46,13 @@ def _range(found: Solution) -> tuple[float, float]:
     return 0.4 * min(marks), 2.2 * max(marks)
 
 
+def _length(found: Phases) -> float:
+    task = found.system.task
+    if isinstance(task, RecipeTask):
+        raise TypeError("landscapes are drawn for the copy task")
+    return float(task.prior.length)
+
+
 def landscapes(softmax: Phases, linear: Phases) -> Figure:
     """The action below, at and above the transition: in cG for softmax, in (c1, cG) for linear attention.
 
@@ -67,7 +75,7 @@ def landscapes(softmax: Phases, linear: Phases) -> Figure:
         minima = [m.order_parameters for m in linear.minima(sequences)]
         reach = [max(1.8 * max(abs(float(getattr(m, n))) for m in minima), least) for n, least in (("c1", 0.1), ("cG", 0.5))]
         x, y = np.linspace(-reach[0], reach[0], 61), np.linspace(-reach[1], reach[1], 61)
-        rest, length = np.array(_others(linear, sequences)), float(linear.system.task.prior.length)
+        rest, length = np.array(_others(linear, sequences)), _length(linear)
         # the other order parameters change sign, too, in the mirror image
         values = np.array([[_action(linear, (a, b, *(rest * np.sign(length * a + b))), sequences) for a in x] for b in y])
         levels = np.linspace(0, np.quantile(values - values.min(), 0.6), 16)

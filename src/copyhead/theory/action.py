@@ -80,7 +80,8 @@ def row_entries(task: AnyTask, kind: Kind) -> Float[np.ndarray, "d"]:
     Of a recipe: its order parameter.
     """
     if isinstance(task, RecipeTask):
-        return kind.order(task.data)
+        assert not isinstance(kind, str)
+        return np.asarray(kind.order(task.data))
     if isinstance(task, SymmetricTask):
         return np.ones(dimension(task, kind))
     length = float(task.prior.length)

@@ -64,7 +64,9 @@ class Branch(NamedTuple):
 
 
 def follow(system: System, start: Point, lower: float, upper: float, stable: bool = False) -> Branch:
-    """Follows a branch from `start` along its tangent until ln P leaves [lower, upper], or, if `stable`, until it is no minimum.
+    """Follows a branch from `start` along its tangent until ln P leaves [lower, upper].
+
+    If `stable`, only until it is no minimum.
 
     Near-misses count: where the tangent comes close to a fold between two points, the point closest to it is added, so
     that a pair of folds narrower than the step is not stepped over.

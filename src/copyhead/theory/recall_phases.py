@@ -1,4 +1,4 @@
-"""Minima of the recall task against P: empty, pooling and induction branches, their folds, equal action, and where training leaves."""
+"""Minima of the recall task against P: empty, pooling and induction branches, folds, equal action, where training leaves."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from copyhead.induction import Induction
 from copyhead.record import ProblemError
 from copyhead.theory.continuation import Branch, Segment, follow, minimum_on, segments, switch
 from copyhead.theory.recall import Attended, Recall, RecallData, Weights, recall_task
+from copyhead.theory.recipe import RecipeTask
 from copyhead.theory.saddle_point import QUICK_COMPILATION, Point, System
 from copyhead.theory.search import both_ways, is_known
 from copyhead.theory.transition import Minimum, Phases, Transition
@@ -31,6 +32,8 @@ NOTHING = 1e-6
 FORMED = 2.0
 # Longest sequence: an evaluation of the Hessian takes (L^2 / 2)^2 numbers.
 LONGEST = 40
+# Beyond a fold: ln P, and the step along the direction that the Hessian loses, from which the descent starts.
+BEYOND, NUDGE = 0.02, 0.1
 
 
 class RecallParameters(NamedTuple):
@@ -89,7 +92,7 @@ def onset(problem: Induction) -> float:
     match = np.mean((1 / (j + 2) - (tail + 1 / length) / length) / length)
     coupling = problem.position_variance * positions @ positions + problem.match_variance * match**2 / (vocab - 1)
     square, stiffness = (length + 2) / length**2 - 1 / vocab, (vocab - 1) / problem.output_variance
-    return problem.kappa * (square + math.sqrt(square**2 + 4 * coupling * stiffness)) / (2 * coupling)
+    return float(problem.kappa * (square + math.sqrt(square**2 + 4 * coupling * stiffness)) / (2 * coupling))
 
 
 class Seen(NamedTuple):
@@ -119,11 +122,13 @@ class RecallPhases(Phases):
     def seen(self, point: Point) -> Seen:
         """Weights, attention of both layers and loss of a point, in float64."""
         assert isinstance(self.system.kind, Recall)
+        assert isinstance(self.system.task, RecipeTask)
         with jax.enable_x64(True):
             found = _see(self.system.coordinates(point.z), self.system.task.data, self.system.kind)
             return jax.tree.map(np.asarray, found)
 
-    def observe(self, point: Point) -> RecallParameters:
+    # The order parameters of two layers are others than those of one.
+    def observe(self, point: Point) -> RecallParameters:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Order parameters and loss of a point."""
         weights, attended, loss = self.seen(point)
         j = np.arange(self.length - 2)
@@ -152,18 +157,16 @@ class RecallPhases(Phases):
             if event is None or event.kind != "fold":
                 continue
             name = self.name(piece.points[-1])
-            if name in ("induction", "anti-induction"):
-                continue
-            soft = event.point.soft
-            beyond = [
-                self.system.at_fixed_p(
-                    self.system.descend(event.point.z + s * soft, piece.upper + 0.02)[None], piece.upper + 0.02
-                )
-                for s in (0.1, -0.1)
-            ]
-            reached = {self.name(points[0]) for points in beyond if points[0].converged and points[0].lowest > 0}
-            found.append(Escape(name, math.exp(piece.upper), " or ".join(sorted(reached)) or "unknown"))
+            if name not in ("induction", "anti-induction"):
+                found.append(Escape(name, math.exp(piece.upper), self._leads(event.point, piece.upper + BEYOND)))
         return tuple(sorted(found, key=lambda escape: escape.P))
+
+    def _leads(self, fold: Point, log_p: float) -> str:
+        """Branches that descents from either side of a fold end on."""
+        begin = (fold.z + side * NUDGE * fold.soft for side in (1, -1))
+        (points,) = zip(*(self.system.at_fixed_p(self.system.descend(z, log_p)[None], log_p) for z in begin), strict=True)
+        reached = {self.name(point) for point in points if point.converged and point.lowest > 0}
+        return " or ".join(sorted(reached)) or "unknown"
 
 
 def _starts(recipe: Recall) -> Float[np.ndarray, "n d"]:

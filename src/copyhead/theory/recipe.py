@@ -1,8 +1,8 @@
-"""The general recipe (theory.md section 12): action = P x population loss / (2 kappa) + prior, for any network, task and symmetry.
+"""The general recipe: action = P x population loss / (2 kappa) + prior, for any network, task and symmetry (docs/induction.md).
 
 A recipe says what coordinates of the weights a symmetry leaves, the population loss and the prior energy as functions of them.
 All that is said of branches, folds and equal action (`saddle_point`, `continuation`) then holds. The action of the copy task is
-what is left of it when W is eliminated (`copy_recipe`, used to check that).
+what is left of it when W is eliminated (a test derives it so).
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class System:
 
     @property
     def stride(self) -> float:
-        """Longest step along a branch: the weights of a recipe are all there, and |z| is larger than that of order parameters."""
+        """Longest step along a branch; with all weights of a recipe |z| is larger than with order parameters alone."""
         return 4 * LARGEST_STEP if isinstance(self.task, RecipeTask) else LARGEST_STEP
 
     def _solve(self, vectors: np.ndarray, normals: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, ...]:
