@@ -80,6 +80,11 @@ class Trained(NamedTuple):
         return self.finite & (self.residual < TOLERANCE)
 
 
+def adam(settings: Settings) -> optax.GradientTransformation:
+    """Adam with a learning rate that decays to zero along a cosine."""
+    return optax.adam(optax.cosine_decay_schedule(settings.learning_rate, settings.steps))
+
+
 def train(
     runs: list[Run],
     path: TwoLayerPath,
@@ -131,7 +136,7 @@ def _chunk(runs: list[Run], path: TwoLayerPath, settings: Settings, test: Sequen
         )
         for name in ("langevin", "batch")
     ]
-    state = (weights, optax.adam(1.0).init(weights), jnp.uint32(0))
+    state = (weights, adam(settings).init(weights), jnp.uint32(0))
     seen = [measure(weights, test, problem, network)]
     for done in range(settings.records):
         state = stretch(state, data, *keys, path, settings)
@@ -146,7 +151,7 @@ def _chunk(runs: list[Run], path: TwoLayerPath, settings: Settings, test: Sequen
 def stretch(state: tuple, data: Any, noise: Array, batch: Array, path: TwoLayerPath, settings: Settings) -> tuple:
     """The steps from one record to the next; the state is (weights, memory of Adam, number of the step)."""
     eps = settings.learning_rate / path.curvature(jnp.sum(data.share, axis=1))
-    adam = optax.adam(optax.cosine_decay_schedule(settings.learning_rate, settings.steps))
+    rule = adam(settings)
     there = two_layer.allowed(path.network, path.problem)
     slope = jax.vmap(jax.grad(path.energy))
 
@@ -163,7 +168,7 @@ def stretch(state: tuple, data: Any, noise: Array, batch: Array, path: TwoLayerP
         weights, memory, number = state
         down = gradient(weights, number)
         if settings.method == "adam":
-            updates, memory = adam.update(down, memory)
+            updates, memory = rule.update(down, memory)
             return (optax.apply_updates(weights, updates), memory, number + 1), None
         moved = jax.tree.map(lambda part, by: part - along(part) * by, weights, down)
         if settings.method == "langevin":
