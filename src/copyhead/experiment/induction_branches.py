@@ -2,12 +2,12 @@
 
 Branches are those of the theory (docs/induction.md), told apart by scores on fresh sequences:
 
-    with a copy head (previous-token score above twice that of uniform attention): induction (beta > 0) or anti-induction;
-    without: pooling (w > 0), anti-pooling (w < 0);
-    by heart: loss on fresh sequences above that of f = 0;   diverged: weights that are not finite.
+    with a copy head (previous-token score above twice that of uniform attention): induction (beta > 0) or anti-induction,
+    or by heart, if the loss on fresh sequences is above that of f = 0 all the same;
+    without: pooling (w > 0), anti-pooling (w < 0);   diverged: weights that are not finite.
 
 The empty state is the part of pooling and anti-pooling with |w| of the order of the scatter over data sets; a run on a finite
-data set is never exactly there.
+data set is never exactly there, and its loss on fresh sequences may be a little above that of f = 0.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def classify(scores: Scores, length: int, vocab: int, loss: Loss) -> list[Branch
 def _one(seen: Scores, formed: float, blank: float) -> Branch:
     if not np.all(np.isfinite(seen)):
         return "diverged"
+    if seen.previous <= formed:
+        return "pooling" if seen.w > 0 else "anti-pooling"
     if seen.loss > SLACK * blank:
         return "by heart"
-    if seen.previous > formed:
-        return "induction" if seen.beta > 0 else "anti-induction"
-    return "pooling" if seen.w > 0 else "anti-pooling"
+    return "induction" if seen.beta > 0 else "anti-induction"
 
 
 def fraction(hits: int, runs: int) -> Fraction:
@@ -91,15 +91,17 @@ def fractions(branches: list[Branch]) -> dict[Branch, Fraction]:
 
 
 def threshold(
-    sequences: Float[np.ndarray, "P"], hits: Int[np.ndarray, "P"], runs: int, seed: int = 0, draws: int = 2000
+    sequences: Float[np.ndarray, "P"], hits: Int[np.ndarray, "P"], runs: Int[np.ndarray, "P"], seed: int = 0, draws: int = 2000
 ) -> Threshold:
-    """Where the fraction of runs with a copy head crosses one half, linear in ln P between grid points.
+    """Where the fraction of runs with a copy head crosses one half, linear in ln P; a P without runs is left out.
 
     Fractions are made monotone (isotonic regression). The error is the scatter of the crossing over fractions drawn from their
     posterior (Beta(hits + 1/2, rest + 1/2)), and the uncertainty within a grid interval, its width / sqrt 12, in quadrature.
     """
-    log_p = np.log(np.asarray(sequences, float))
-    hits = np.asarray(hits)
+    there = np.asarray(runs) > 0
+    log_p, hits, runs = np.log(np.asarray(sequences, float)[there]), np.asarray(hits)[there], np.asarray(runs)[there]
+    if not len(runs):
+        return Threshold(float("nan"), float("nan"))
     place = _crossing(log_p, hits / runs)
     if not np.isfinite(place):
         return Threshold(float("nan"), float("nan"))

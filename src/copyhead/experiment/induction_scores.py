@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from copyhead.experiment.two_layer_paths import Sequences, drawn
+from copyhead.experiment.two_layer_paths import Sequences, TwoLayerPath, drawn
 from copyhead.induction import Induction
 from copyhead.model import two_layer
 from copyhead.model.tokens import stream
@@ -117,3 +117,27 @@ def ratio(part: Float[Array, "P"], count: Float[Array, "P"]) -> tuple[Float[Arra
     """sum part / sum count over sequences, and its standard error to first order."""
     value = jnp.sum(part) / jnp.sum(count)
     return value, jnp.sqrt(jnp.sum((part - value * count) ** 2)) / jnp.sum(count)
+
+
+class Maps(NamedTuple):
+    """Attention, mean over test sequences. first: layer 1. second: of the last position, by the place j of its match."""
+
+    first: Float[np.ndarray, "n L L"]
+    second: Float[np.ndarray, "n J L"]
+
+
+def attention_maps(weights: Weights, test: Sequences, path: TwoLayerPath) -> Maps:
+    """Maps of every network along the leading axis; of the recall task."""
+    return Maps(*(np.asarray(part) for part in _maps(weights, test, path.problem)))
+
+
+@partial(jax.jit, static_argnames="problem")
+def _maps(weights: Any, test: Any, problem: Induction) -> tuple[Array, Array]:
+    place = jnp.argmax(test.tokens[:, :-1] == test.tokens[:, -1:], axis=1)
+    member = jax.nn.one_hot(place, problem.length - 2)
+
+    def one(weights: Weights) -> tuple[Array, Array]:
+        found = two_layer.forward(weights, test.tokens, problem)
+        return jnp.mean(found.first, axis=0), member.T @ found.second[:, 0] / jnp.sum(member, axis=0)[:, None]
+
+    return jax.lax.map(one, weights)

@@ -85,6 +85,12 @@ def adam(settings: Settings) -> optax.GradientTransformation:
     return optax.adam(optax.cosine_decay_schedule(settings.learning_rate, settings.steps))
 
 
+def starts(runs: list[Run], path: TwoLayerPath) -> Weights:
+    """Weights of every run before the first step, along a leading axis."""
+    chosen = [two_layer.start(path.network, path.problem, run.start, run.scale, run.seed) for run in runs]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *chosen)
+
+
 def train(
     runs: list[Run],
     path: TwoLayerPath,
@@ -125,8 +131,7 @@ def train(
 
 def _chunk(runs: list[Run], path: TwoLayerPath, settings: Settings, test: Sequences, told: Callable[[int], None]) -> Any:
     problem, network = path.problem, path.network
-    chosen = [two_layer.start(network, problem, run.start, run.scale, run.seed) for run in runs]
-    weights = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chosen)
+    weights = starts(runs, path)
     data = jax.tree.map(jnp.asarray, path.collect([training_set(problem, run.sequences, run.seed) for run in runs]))
     parts = [(run.sequences, STARTS.index(run.start)) for run in runs]
     keys = [

@@ -15,9 +15,10 @@ from copyhead.study.study_file import EXPECTED, Block, Method
 
 # Start of what has none.
 BOTH = "both"
-# Rooms and files of study/ whose code, and libraries whose version, a result may depend on.
+# Rooms, files of study/ and records whose code, and libraries whose version, a result may depend on.
 ROOMS = ("model", "theory", "experiment")
 FILES = ("methods", "exact", "branch", "jump")
+RECORDS = ("problem", "induction")
 LIBRARIES = ("jax", "jaxlib", "numpy", "scipy", "optax", "optimistix")
 
 
@@ -43,7 +44,7 @@ def code_digest() -> str:
     """A hash of the sources that results depend on, and of the versions of the numerical libraries."""
     digest, package = hashlib.sha256(), Path(__file__).parents[1]
     own = [path for room in ROOMS for path in sorted((package / room).rglob("*.py"))]
-    for path in [*own, package / "problem.py", *(package / "study" / f"{name}.py" for name in FILES)]:
+    for path in [*own, *(package / f"{name}.py" for name in RECORDS), *(package / "study" / f"{name}.py" for name in FILES)]:
         digest.update(path.read_bytes())
     for library in LIBRARIES:
         digest.update(version(library).encode())
